@@ -1,0 +1,126 @@
+"""The port between the engine, which owns blocks and sequences, and what computes a step: a torch model, or the simulated one.
+
+Must not know: gRPC, protobuf, plans, epochs. Arrays are numpy, so that the simulated runner needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one sequence are chosen; meanings and defaults as in `tokenmill.executor.v1.Sampling`."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class SamplingInput:
+    """One sequence that samples in this step. `token_ids` are all its known tokens, the first `num_prompt_tokens` its prompt.
+
+    The token sampled now gets index `len(token_ids)` in the sequence: the position that keys its random numbers.
+    """
+
+    sequence_id: int
+    token_ids: SequenceOf[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step over a flat batch of S sequences and T tokens: prefill chunks and decodes mixed, in plan order.
+
+    - token_ids, positions: [T], position counted from 0 in its sequence.
+    - slots: [T], where the K and V of each token go: block * block_size + offset in the block.
+    - query_starts: [S + 1], sequence s owns tokens query_starts[s] to query_starts[s + 1] - 1.
+    - context_lens: [S], tokens of each sequence that are in the cache after this step (its last position + 1).
+    - block_tables: [S, B], block of each run of block_size positions; entries beyond a sequence's context are 0.
+    - sample_rows: indices into S of those that reach the end of their known tokens and sample, in order; `samples` describes them.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    slots: Int32Array
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    sample_rows: Int32Array
+    samples: list[SamplingInput] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """`top` has (token id, log probability) pairs, most likely first.
+
+    Of the distribution before temperature and truncation, after penalties and bias.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """token_ids[i] is what `samples[i]` sampled. `logprobs` is keyed by index into `samples`.
+
+    `errors`, keyed alike, says why a sequence's logits cannot be sampled (not a number); its token means nothing.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerDescription:
+    model: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+
+
+class Runner(Protocol):
+    """Computes steps. Used by one thread."""
+
+    description: RunnerDescription
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of K and V of all layers for one block."""
+
+    def available_bytes(self) -> int:
+        """Memory for the KV cache as the settings ask."""
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Makes the KV cache. Called once, before the first step."""
+
+    def step(self, batch: Batch) -> StepOutput:
+        """One forward pass and its sampling. Raises what torch raises; the cache then holds nothing of use for these sequences."""
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """`tokenizer.json`, and `tokenizer_config.json` with the chat template if there is one."""

@@ -1,0 +1,245 @@
+"""What goes into the core (events) and what comes out (effects), with the plans and results of the plan protocol.
+
+All frozen, none with behaviour. Must not know: protobuf, SQL, asyncio. Times are Unix seconds, passed in by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, State
+
+# ---- the plan protocol ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Makes a sequence known to an executor. `token_ids` is the prompt, then the output made before."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step of one executor: release, then admit, then advance each sequence by at most so many tokens towards its end."""
+
+    epoch: int
+    plan_id: int
+    release: tuple[int, ...]
+    admit: tuple[Admission, ...]
+    advance_sequence_ids: tuple[int, ...]
+    advance_max_tokens: tuple[int, ...]
+
+
+class SequenceFinish(IntEnum):
+    """Numbers equal those of the protocol's enum."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+class SequenceFault(IntEnum):
+    """Numbers equal those of the protocol's enum."""
+
+    NO_BLOCKS = 1
+    TOO_LONG = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    fault: SequenceFault
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """free + cached + held = all blocks of the executor."""
+
+    free: int
+    cached: int
+    held: int
+
+    @property
+    def available(self) -> int:
+        """Blocks that a sequence can take: never used, or cached and unreferenced."""
+        return self.free + self.cached
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.held
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Microseconds; see `tokenmill.executor.v1.Times`."""
+
+    queue_us: int = 0
+    prepare_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    idle_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Answers one plan. Columns have one entry for each sequence the plan advanced, in its order.
+
+    `token_ids` holds all sampled tokens, `num_sampled[i]` of them for sequence i. `logprobs[i]`, where sequence i asked, has one
+    entry for each of its sampled tokens.
+    """
+
+    epoch: int
+    plan_id: int
+    sequence_ids: tuple[int, ...]
+    num_computed: tuple[int, ...]
+    num_sampled: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finishes: tuple[int, ...]
+    blocks: Blocks
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    times: StepTimes = StepTimes()
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorDescription:
+    """What the core needs to know of an executor to plan for it."""
+
+    name: str
+    model: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    pipeline_depth: int = 2
+
+
+# ---- events --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A durable request. `output` is not empty, or `state` not WAITING, when it is taken up again after a restart."""
+
+    request: Request
+    output: tuple[int, ...] = ()
+    state: State = State.WAITING
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """New priority or deadline of a waiting or running request; None leaves it. Event and, when it applied, effect."""
+
+    request_id: str
+    priority: int | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextStop:
+    """The text layer found a stop string: of the tokens sampled in this result keep the first `keep`, and end with STOP."""
+
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResultArrived:
+    """`text_stops` is keyed by sequence id."""
+
+    executor: str
+    result: Result
+    text_stops: Mapping[int, TextStop] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorJoined:
+    executor: ExecutorDescription
+    epoch: int
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLost:
+    executor: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDue:
+    """The shell has room for one more plan at this executor now; answered with at most one PlanIssued."""
+
+    executor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: deadlines are looked at."""
+
+
+Event = Submitted | Cancelled | Updated | ResultArrived | ExecutorJoined | ExecutorLost | PlanDue | Tick
+
+
+# ---- effects -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Transitioned:
+    """A move between states, to be recorded. The last four say how it ended when `after` is terminal."""
+
+    request_id: str
+    before: State
+    after: State
+    at_s: float
+    reason: str = ""
+    executor: str = ""
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    error_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokensGenerated:
+    """Output of one step, to be recorded: columns, one entry for each request, tokens flat in `token_ids`.
+
+    A terminal Transitioned of the same step follows it. `logprobs` is keyed by request id, one entry a token.
+    """
+
+    request_ids: tuple[str, ...]
+    first_indexes: tuple[int, ...]
+    counts: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    at_s: float
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanIssued:
+    """To be sent. Needs no commit first: what it leads to is told to a client only after its own commit."""
+
+    executor: str
+    plan: Plan
+
+
+Effect = Transitioned | TokensGenerated | Updated | PlanIssued

@@ -1,0 +1,194 @@
+"""The counter between the servicers, which speak protobuf, and the loop, which owns the core: what may be asked of a scheduler.
+
+`Loop` implements `Desk`; servicers know nothing else of it. Must not know: protobuf, SQL, the plan protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenmill_scheduler.core.records import Blocks, TokenLogprobs
+from tokenmill_scheduler.core.request import FinishReason, Request, State
+from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery, StoredOutput, StoredRequest, StoredTransition
+from tokenmill_scheduler.text.model import TextModel
+
+
+class DeskError(Exception):
+    """Base of what a desk raises; `servicers/errors.py` maps each to a gRPC status."""
+
+
+class UnknownRequest(DeskError):
+    """No request has this id (NOT_FOUND)."""
+
+
+class RequestExists(DeskError):
+    """This id belongs to a request with another payload (ALREADY_EXISTS)."""
+
+
+class UnknownModel(DeskError):
+    """No executor has served this model (NOT_FOUND), or several models are served and none was named (INVALID_ARGUMENT)."""
+
+
+class QueueFull(DeskError):
+    """The queue is at its limit (RESOURCE_EXHAUSTED with a retry delay in seconds)."""
+
+    def __init__(self, message: str, retry_delay_s: float) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
+
+
+class Unavailable(DeskError):
+    """The scheduler cannot accept now: no executor yet, ledger away, or shutting down (UNAVAILABLE with a retry delay)."""
+
+    def __init__(self, message: str, retry_delay_s: float) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
+
+
+class IndexAhead(DeskError):
+    """Attach at an index beyond the tokens produced so far (OUT_OF_RANGE)."""
+
+
+class RequestEnded(DeskError):
+    """The change asked for needs a request that has not ended (FAILED_PRECONDITION)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`pool_tokens` is the most tokens, prompt and output, that the largest pool serving it can hold."""
+
+    name: str
+    text: TextModel
+    max_model_len: int
+    vocab_size: int
+    pool_tokens: int
+    tokenizer_digest: str
+    executors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    request_id: str
+    joined: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Committed output tokens, at least one; `logprobs` empty or one a token."""
+
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    state: State
+    finish_reason: FinishReason
+    num_output_tokens: int
+    error: str = ""
+    error_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A stream of a request's committed tokens. `earlier` are those before the index asked for.
+
+    `chunks` yields Chunks in index order without gap or repeat, coalescing what gathered while the reader was busy, and an Ended
+    as its last item. Close it (`aclose`) when the reader leaves: for a request that is not detached, the last reader's leaving
+    cancels it.
+    """
+
+    request: Request
+    earlier: tuple[int, ...]
+    chunks: AsyncIterator[Chunk | Ended]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """A stored request with what only the running loop knows."""
+
+    stored: StoredRequest
+    wait_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    state: State
+    already_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatus:
+    name: str
+    address: str
+    model: str
+    connected: bool
+    epoch: int
+    device: str
+    block_size: int
+    blocks: Blocks
+    running: int
+    steps: int
+    idle_share: float
+    joined_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Counters since the scheduler started, gauges as they stand. Field meanings: `tokenmill.admin.v1.GetLoadResponse`."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_usage: float
+    batch_occupancy: float
+    preemptions: int
+    output_tokens: int
+    prompt_tokens: int
+    steps: int
+    stale_results: int
+    no_blocks: int
+    ledger_backlog: int
+    batching: str
+    policy: str
+
+
+class Desk(Protocol):
+    def model(self, name: str) -> ServedModel:
+        """The model of this name, or the only one when `name` is empty. Raises UnknownModel, or Unavailable before any is known."""
+
+    def models(self) -> tuple[ServedModel, ...]: ...
+
+    async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
+        """Returns once the request is durable. Raises RequestExists, QueueFull, Unavailable."""
+
+    async def attach(self, request_id: str, next_index: int) -> Attachment:
+        """Raises UnknownRequest, IndexAhead."""
+
+    async def cancel(self, request_id: str, reason: str) -> Cancellation:
+        """Returns once it is durable. Raises UnknownRequest."""
+
+    async def update(self, request_id: str, priority: int | None, deadline_s: float | None) -> RequestStatus:
+        """Returns once it is durable. Raises UnknownRequest, RequestEnded."""
+
+    async def status(self, request_id: str) -> RequestStatus:
+        """Raises UnknownRequest."""
+
+    async def output(self, request_id: str) -> StoredOutput:
+        """All output so far. Raises UnknownRequest."""
+
+    async def transitions(self, request_id: str) -> tuple[StoredTransition, ...]:
+        """Raises UnknownRequest."""
+
+    async def query(self, query: RequestQuery) -> RequestPage:
+        """Raises ValueError when the page token is not one it gave."""
+
+    def wait_reason(self, request_id: str) -> str: ...
+
+    def executors(self) -> tuple[ExecutorStatus, ...]: ...
+
+    def load(self) -> Load: ...
