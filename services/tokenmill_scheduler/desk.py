@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from tokenmill_scheduler.core.records import Blocks, TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Request, State
@@ -92,18 +91,27 @@ class Ended:
     error_code: int = 0
 
 
+class ChunkStream(Protocol):
+    """Yields Chunks in index order without gap or repeat, coalescing what gathered while the reader was busy, then one Ended.
+
+    `aclose` says that the reader leaves, also before the first item: for a request that is not detached, the last reader's leaving
+    cancels it. Raises Unavailable when the scheduler shuts down; the reader may attach again.
+    """
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Chunk | Ended: ...
+
+    async def aclose(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A stream of a request's committed tokens. `earlier` are those before the index asked for.
-
-    `chunks` yields Chunks in index order without gap or repeat, coalescing what gathered while the reader was busy, and an Ended
-    as its last item. Close it (`aclose`) when the reader leaves: for a request that is not detached, the last reader's leaving
-    cancels it.
-    """
+    """A stream of a request's committed tokens. `earlier` are those before the index asked for. Close `chunks` when done."""
 
     request: Request
     earlier: tuple[int, ...]
-    chunks: AsyncIterator[Chunk | Ended]
+    chunks: ChunkStream
 
 
 @dataclass(frozen=True, slots=True)
