@@ -12,6 +12,17 @@ from typing import Any
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+DEFAULT_ROPE_THETA = 10_000.0
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 class ModelError(ValueError):
@@ -25,7 +36,7 @@ class RopeConfig:
     `freq_factors`, [head_dim / 2], divide the inverse frequencies: how GGUF files write Llama 3's scaling.
     """
 
-    theta: float = 10_000.0
+    theta: float = DEFAULT_ROPE_THETA
     type: str = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
@@ -126,22 +137,21 @@ def _head_dim(architecture: str, config: Mapping[str, Any]) -> int:
 
 
 def _rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
-    """transformers 5 writes `rope_parameters` with rope_theta inside; before, `rope_theta` beside a `rope_scaling` of scaled models."""
+    """transformers 5 writes `rope_parameters` with `rope_theta` in it; older ones `rope_theta` beside a `rope_scaling`."""
     parameters: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ModelError(f"Rotary scaling {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError("Models that rotate only a part of each head are not supported.")
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or RopeConfig.theta
     original = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    copied = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    given: dict[str, Any] = {name: float(parameters[name]) for name in _ROPE_NUMBERS if parameters.get(name) is not None}
     return RopeConfig(
-        theta=float(theta),
+        theta=float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA),
         type=rope_type,
         original_max_position_embeddings=int(original or config["max_position_embeddings"]),
         truncate=bool(parameters.get("truncate", True)),
-        **{name: float(parameters[name]) for name in copied if parameters.get(name) is not None},
+        **given,
     )
 
 

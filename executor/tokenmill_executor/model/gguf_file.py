@@ -15,7 +15,7 @@ import torch
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from tokenmill_executor.model.config import ModelConfig, ModelError, RopeConfig
+from tokenmill_executor.model.config import DEFAULT_ROPE_THETA, ModelConfig, ModelError, RopeConfig
 from tokenmill_executor.model.tensors import LazyTensors
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -123,7 +123,7 @@ class GgufFile:
             raise ModelError(f"Rotary scaling {kind!r} of a GGUF file is not supported; supported are none, linear, yarn.")
         factors = self._tensors.get("rope_freqs.weight")
         return RopeConfig(
-            theta=float(self._key("rope.freq_base") or RopeConfig.theta),
+            theta=float(self._key("rope.freq_base") or DEFAULT_ROPE_THETA),
             type="default" if kind == "none" else kind,
             factor=float(self._key("rope.scaling.factor") or 1.0),
             original_max_position_embeddings=int(self._key("rope.scaling.original_context_length") or self._need("context_length")),

@@ -1,7 +1,7 @@
 """Checkpoints: a Hugging Face directory (safetensors) or a GGUF file as a ModelConfig and a canonical state dict.
 
-Names are Hugging Face's for Llama (`model.layers.0.self_attn.q_proj.weight`), a projection is [out, in], and the rows of Q and K are
-in Hugging Face's order (rotary halves). `lm_head.weight` is there only when the embeddings are not tied.
+Names are Hugging Face's for Llama (`model.layers.0.self_attn.q_proj.weight`), a projection is [out, in], and the rows of Q and K
+are in Hugging Face's order (rotary halves). `lm_head.weight` is there only when the embeddings are not tied.
 Must not know: devices, data types to compute in, how anything is computed.
 """
 
@@ -65,7 +65,7 @@ def _safetensors(directory: Path) -> dict[str, partial[torch.Tensor]]:
     for file in files:
         if not file.is_file():
             raise ModelError(f"{directory} lacks {file.name}, which its index names.")
-        opened = safe_open(file, framework="pt")  # maps the file; a tensor is a view into it
+        opened: Any = safe_open(file, framework="pt")  # maps the file; a tensor is a view into it
         for name in opened.keys():  # noqa: SIM118 - not a mapping
             loaders[name] = partial(opened.get_tensor, name)
     return loaders
