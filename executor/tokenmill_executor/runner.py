@@ -39,13 +39,15 @@ class SamplingParams:
 class SamplingInput:
     """One sequence that samples in this step. `token_ids` are all its known tokens, the first `num_prompt_tokens` its prompt.
 
-    The token sampled now gets index `len(token_ids)` in the sequence: the position that keys its random numbers.
+    The token sampled now gets index `len(token_ids)` in the sequence: the position that keys its random numbers. The same object
+    comes at every step of one admission, its `token_ids` grown; `memo` is the runner's own, to keep what it derives from it.
     """
 
     sequence_id: int
     token_ids: SequenceOf[int]
     num_prompt_tokens: int
     params: SamplingParams
+    memo: object = None
 
 
 @dataclass(slots=True)
@@ -120,7 +122,11 @@ class Runner(Protocol):
         """Makes the KV cache. Called once, before the first step."""
 
     def step(self, batch: Batch) -> StepOutput:
-        """One forward pass and its sampling. Raises what torch raises; the cache then holds nothing of use for these sequences."""
+        """One forward pass and its sampling.
+
+        Raises what torch raises. This batch's slots then hold nothing of use, those of earlier steps are as they were, and the
+        engine calls again with parts of the batch to find the sequence at fault.
+        """
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """`tokenizer.json`, and `tokenizer_config.json` with the chat template if there is one."""

@@ -1,0 +1,62 @@
+"""Addresses to listen on: HOST:PORT or unix:PATH, and the lock that keeps a second process off a unix path.
+
+Must not know: what is served there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from pathlib import Path
+
+from tokenmill_executor.settings import SettingsError
+
+_UNIX = "unix:"
+
+
+def check_address(listen: str) -> None:
+    if listen.startswith(_UNIX):
+        if not listen.removeprefix(_UNIX):
+            raise SettingsError("--listen unix: needs a path behind it, such as unix:/run/tokenmill/executor.sock")
+    elif not (match := re.fullmatch(r".+:(\d{1,5})", listen)) or int(match[1]) > 65535:
+        raise SettingsError(f"--listen {listen} is neither HOST:PORT nor unix:PATH")
+
+
+def lock_address(listen: str) -> int | None:
+    """For a unix path, takes a lock file beside it until the process ends and returns its descriptor.
+
+    A second bind on a unix path silently takes it from the first. Raises SettingsError if another process holds the lock.
+    """
+    if not listen.startswith(_UNIX):
+        return None
+    path = Path(listen.removeprefix(_UNIX) + ".lock")
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SettingsError(f"--listen {listen}: the lock file {path} cannot be made: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise SettingsError(f"another process listens on {listen}: stop it, or choose another --listen") from error
+    return descriptor
+
+
+def bound_address(listen: str, port: int) -> str:
+    """`listen` with the port that was really bound."""
+    return listen if listen.startswith(_UNIX) else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def default_name(address: str) -> str:
+    """Host name and port, or host name and path: unique as long as host names are."""
+    tail = address.removeprefix(_UNIX) if address.startswith(_UNIX) else address.rpartition(":")[2]
+    return f"{socket.gethostname()}:{tail}"
+
+
+def write_port_file(path: Path, address: str) -> None:
+    """All at once, so that a reader never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(address)
+    part.replace(path)

@@ -1,0 +1,197 @@
+"""Carries out plans: release, admit, advance, collect. Owns the sequences and, through the pool, the KV blocks.
+
+Must not know: gRPC, protobuf, epochs, what a runner does inside. One thread uses it; a plan at fault in one sequence is carried out
+for all the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import structlog
+
+from tokenmill_executor.batch import Advance, build_batch
+from tokenmill_executor.blocks import BlockPool, OutOfBlocks
+from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, StepTimes
+from tokenmill_executor.runner import Runner, SampledLogprobs, StepOutput
+from tokenmill_executor.sequences import Limits, Sequence, admission_error
+
+log = structlog.get_logger(__name__)
+
+# Known sequences beyond those of one step: a scheduler admits what it soon advances, so more than this is its mistake.
+_KNOWN_PER_STEP = 8
+_DETAIL_CHARS = 500
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some of a step's sequences, computed together: the output of the runner, or why the only one of them failed."""
+
+    advances: SequenceOf[Advance]
+    sample_rows: SequenceOf[int] = ()
+    output: StepOutput = field(default_factory=lambda: StepOutput([]))
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Columns:
+    """A result in the making; one entry for each of the plan's advances."""
+
+    num_computed: list[int]
+    num_sampled: list[int]
+    finishes: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[SampledLogprobs] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+
+class Engine:
+    def __init__(
+        self, runner: Runner, num_blocks: int, block_size: int, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Makes the runner allocate its cache."""
+        runner.allocate(num_blocks, block_size)
+        self._runner = runner
+        self._pool = BlockPool(num_blocks, block_size)
+        self._sequences: dict[int, Sequence] = {}
+        self._most_known = _KNOWN_PER_STEP * max_num_seqs
+        description = runner.description
+        self._limits = Limits(description.vocab_size, description.max_model_len, description.eos_token_ids)
+        self._clock = clock
+
+    def carry_out(self, plan: Plan) -> Result:
+        """One step. What is wrong with a single sequence is a fault in the result; raises only for a mistake of this executor."""
+        started_s = self._clock()
+        entries = len(plan.advance_sequence_ids)
+        columns = _Columns([0] * entries, [0] * entries, [0] * entries)
+        self._release(plan.release)
+        self._admit(plan.admit, columns.faults)
+        parts = self._compute(self._reserve(plan, columns.faults))
+        for part in parts:
+            self._collect(part, columns)
+        forward_s = sum(part.output.forward_s for part in parts)
+        sample_s = sum(part.output.sample_s for part in parts)
+        prepare_s = max(0.0, self._clock() - started_s - forward_s - sample_s)
+        return Result(
+            epoch=plan.epoch,
+            plan_id=plan.plan_id,
+            sequence_ids=plan.advance_sequence_ids,
+            num_computed=columns.num_computed,
+            num_sampled=columns.num_sampled,
+            token_ids=columns.token_ids,
+            finishes=columns.finishes,
+            blocks=self._pool.counts(),
+            times=StepTimes(prepare_s, forward_s, sample_s),
+            faults=columns.faults,
+            logprobs=columns.logprobs,
+        )
+
+    def release_all(self) -> Blocks:
+        """Forgets every sequence. Returns the blocks as they stand then: none held."""
+        for sequence in list(self._sequences.values()):
+            self._drop(sequence)
+        self.check()
+        return self._pool.counts()
+
+    def check(self) -> None:
+        """Raises AssertionError unless blocks and references agree with the sequences. O(blocks): for tests and idle times."""
+        self._pool.check([sequence.table for sequence in self._sequences.values()])
+
+    # ---- the four steps --------------------------------------------------------------------------------------------------------
+
+    def _release(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None:
+                self._drop(sequence)
+
+    def _admit(self, admissions: Iterable[Admission], faults: list[Fault]) -> None:
+        for admission in admissions:
+            known = self._sequences.get(admission.sequence_id)
+            if known is not None:
+                # Two sequences under one name: no token of either could be trusted.
+                self._fail(known, SequenceFault.ERROR, "admitted again while it was known", faults)
+                continue
+            error = admission_error(admission, self._limits)
+            if error is None and len(self._sequences) >= self._most_known:
+                error = f"more than {self._most_known} sequences are known"
+            if error is not None:
+                faults.append(Fault(admission.sequence_id, SequenceFault.ERROR, error))
+                continue
+            self._sequences[admission.sequence_id] = Sequence(admission, self._limits)
+
+    def _reserve(self, plan: Plan, faults: list[Fault]) -> list[Advance]:
+        """Takes the blocks that this step writes to, sequence after sequence in plan order; those that get none stay behind."""
+        advances = []
+        for entry, (sequence_id, most) in enumerate(zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True)):
+            sequence = self._sequences.get(sequence_id)
+            if sequence is None or most < 1:
+                continue
+            needed = self._pool.blocks_for(sequence.known)
+            if needed > self._pool.num_blocks:
+                detail = f"{sequence.known} tokens need {needed} blocks, there are {self._pool.num_blocks}"
+                self._fail(sequence, SequenceFault.TOO_LONG, detail, faults)
+                continue
+            count = min(most, sequence.known - sequence.computed)
+            try:
+                self._pool.allocate(sequence.table, sequence.computed + count)
+            except OutOfBlocks as error:
+                faults.append(Fault(sequence_id, SequenceFault.NO_BLOCKS, str(error)))
+                continue
+            advances.append(Advance(entry, sequence, count))
+        return advances
+
+    def _compute(self, advances: SequenceOf[Advance]) -> list[_Part]:
+        """One pass of the runner. If it raises, the two halves are tried each alone, down to the sequences at fault.
+
+        So one bad sequence among S costs about 2 log2 S further passes, and the worst case 2 S - 2.
+        """
+        if not advances:
+            return []
+        try:
+            batch = build_batch(advances, self._pool.block_size)
+            output = self._runner.step(batch)
+        except Exception as error:
+            if len(advances) == 1:
+                log.warning("sequence_failed", sequence_id=advances[0].sequence.sequence_id, exc_info=error)
+                return [_Part(advances, error=f"{type(error).__name__}: {error}"[:_DETAIL_CHARS])]
+            half = len(advances) // 2
+            return self._compute(advances[:half]) + self._compute(advances[half:])
+        return [_Part(advances, batch.sample_rows.tolist(), output)]
+
+    def _collect(self, part: _Part, columns: _Columns) -> None:
+        if part.error:
+            self._fail(part.advances[0].sequence, SequenceFault.ERROR, part.error, columns.faults)
+            return
+        for advance in part.advances:
+            advance.sequence.computed += advance.count
+            columns.num_computed[advance.entry] = advance.count
+        output = part.output
+        for index, (row, token_id) in enumerate(zip(part.sample_rows, output.token_ids, strict=True)):
+            advance = part.advances[row]
+            if index in output.errors:
+                columns.num_computed[advance.entry] = 0
+                self._fail(advance.sequence, SequenceFault.ERROR, output.errors[index], columns.faults)
+                continue
+            columns.token_ids.append(token_id)
+            columns.num_sampled[advance.entry] = 1
+            if index in output.logprobs:
+                columns.logprobs.append(output.logprobs[index])
+            finish = advance.sequence.append(token_id)
+            if finish is not SequenceFinish.NONE:
+                columns.finishes[advance.entry] = finish
+                self._drop(advance.sequence)
+
+    # ---- the end of a sequence -------------------------------------------------------------------------------------------------
+
+    def _fail(self, sequence: Sequence, fault: SequenceFault, detail: str, faults: list[Fault]) -> None:
+        faults.append(Fault(sequence.sequence_id, fault, detail))
+        self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Its blocks return at once: plans are carried out one after another, so no step that runs can still use them."""
+        self._pool.release(sequence.table)
+        del self._sequences[sequence.sequence_id]

@@ -1,0 +1,83 @@
+"""The one thread that uses the engine, and its clock of waiting and idling.
+
+Must not know: gRPC, protobuf. Jobs are carried out one after another in the order they came; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tokenmill_executor.engine import Engine
+from tokenmill_executor.records import Blocks, Plan, Result
+from tokenmill_executor.wire import ServiceTimes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    result: Result
+    times: ServiceTimes
+
+
+class EngineThread:
+    """Methods are called on the event loop's thread; the futures they return are that loop's."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._engine: Engine | None = None
+        self._idle_since_s = time.perf_counter()
+
+    @property
+    def loaded(self) -> bool:
+        return self._engine is not None
+
+    def run(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Carries out `job` behind all earlier ones. To cancel the future does not stop a job that has begun."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, job)
+
+    async def load(self, make_engine: Callable[[], Engine]) -> None:
+        """Makes the engine on its own thread, so that the event loop goes on and a device context has one owner."""
+        self._engine = await self.run(make_engine)
+
+    def carry_out(self, plan: Plan, wanted: Callable[[], bool], began: Callable[[Plan], None]) -> asyncio.Future[Answer | None]:
+        """Queues a plan. When its turn comes it is left out, giving None, unless `wanted` still says so; `began` is told first.
+
+        Both are called on the engine's thread.
+        """
+        arrived_s = time.perf_counter()
+        return self.run(lambda: self._carry_out(plan, wanted, began, arrived_s))
+
+    def release_all(self) -> asyncio.Future[Blocks]:
+        """Forgets every sequence, once the step in progress is over."""
+        return self.run(self._release_all)
+
+    async def close(self, timeout_s: float) -> bool:
+        """Drops what waits, and says whether the job in progress was over within `timeout_s`."""
+        last = self.run(lambda: None)
+        self._pool.shutdown(wait=False)
+        done, _ = await asyncio.wait([last], timeout=timeout_s)
+        return bool(done)
+
+    def _carry_out(self, plan: Plan, wanted: Callable[[], bool], began: Callable[[Plan], None], arrived_s: float) -> Answer | None:
+        if not wanted():
+            return None
+        assert self._engine is not None
+        began(plan)
+        started_s = time.perf_counter()
+        # A plan that came before the last one ended did not find the engine idle.
+        times = ServiceTimes(queue_s=started_s - arrived_s, idle_s=max(0.0, arrived_s - self._idle_since_s))
+        result = self._engine.carry_out(plan)
+        self._idle_since_s = time.perf_counter()
+        return Answer(result, times)
+
+    def _release_all(self) -> Blocks:
+        assert self._engine is not None
+        blocks = self._engine.release_all()
+        self._idle_since_s = time.perf_counter()
+        return blocks

@@ -1,0 +1,115 @@
+"""From settings to a loaded engine and the description of what it offers.
+
+Must not know: gRPC servers, streams. Runs on the engine's thread, for seconds or minutes. Torch is imported only for a real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import structlog
+from tokenmill.executor.v1 import executor_pb2 as pb
+
+from tokenmill_executor.engine import Engine
+from tokenmill_executor.runner import Runner
+from tokenmill_executor.servicer import Service, tokenizer_digest
+from tokenmill_executor.settings import SIMULATED, Settings, SettingsError
+from tokenmill_executor.simulated import SimulatedRunner, StepCost
+
+log = structlog.get_logger(__name__)
+
+
+def load_runner(settings: Settings) -> Runner:
+    """Raises SettingsError for a model or a choice that cannot be had."""
+    if settings.model == SIMULATED:
+        return _simulated_runner(settings)
+    try:
+        from tokenmill_executor.model import load_runner as load_model
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"{error.name} is missing, which a real model needs: pip install 'tokenmill[executor]'") from error
+    try:
+        return load_model(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_model_len=settings.max_model_len,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            threads=settings.threads,
+        )
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"--model {settings.model} cannot be loaded: {error}") from error
+
+
+def _simulated_runner(settings: Settings) -> Runner:
+    cost = settings.simulated
+    return SimulatedRunner(
+        StepCost(cost.step_ms / 1e3, cost.prefill_token_us / 1e6, cost.decode_token_us / 1e6),
+        max_model_len=settings.max_model_len or 8192,
+        eos_every=cost.eos_every,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+    )
+
+
+def count_blocks(settings: Settings, runner: Runner) -> int:
+    """As many as the memory holds, but no more than a full step of sequences of the greatest length can use."""
+    if settings.num_gpu_blocks_override is not None:
+        return settings.num_gpu_blocks_override
+    available, block_bytes = runner.available_bytes(), runner.block_bytes(settings.block_size)
+    fitting = available // block_bytes
+    if fitting < 1:
+        raise SettingsError(
+            f"the memory for the KV cache, {available} bytes, holds no block of {block_bytes} bytes: "
+            "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+        )
+    return min(fitting, settings.max_num_seqs * _blocks_per_sequence(settings, runner))
+
+
+def _blocks_per_sequence(settings: Settings, runner: Runner) -> int:
+    return -(-runner.description.max_model_len // settings.block_size)
+
+
+class Loader:
+    """Two steps, since the first runs on the engine's thread and the second needs the bound address: `load`, then `service`."""
+
+    def __init__(self, settings: Settings, make_runner: Callable[[Settings], Runner] = load_runner) -> None:
+        self._settings = settings
+        self._make_runner = make_runner
+        self._runner: Runner | None = None
+        self._num_blocks = 0
+
+    def load(self) -> Engine:
+        runner = self._runner = self._make_runner(self._settings)
+        self._num_blocks = count_blocks(self._settings, runner)
+        if self._num_blocks < _blocks_per_sequence(self._settings, runner):
+            log.warning(
+                "kv_cache_small",
+                num_blocks=self._num_blocks,
+                tokens=self._num_blocks * self._settings.block_size,
+                max_model_len=runner.description.max_model_len,
+                advice="longer sequences will fail: raise --kv-cache-memory-bytes or lower --max-model-len",
+            )
+        return Engine(runner, self._num_blocks, self._settings.block_size, self._settings.max_num_seqs)
+
+    def service(self, name: str) -> Service:
+        assert self._runner is not None
+        settings, description = self._settings, self._runner.description
+        files = self._runner.tokenizer_files()
+        response = pb.DescribeResponse(
+            name=name,
+            model=settings.served_model_name or description.model,
+            tokenizer_digest=tokenizer_digest(files),
+            vocab_size=description.vocab_size,
+            max_model_len=description.max_model_len,
+            block_size=settings.block_size,
+            num_blocks=self._num_blocks,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            eos_token_ids=description.eos_token_ids,
+            pipeline_depth=settings.pipeline_depth,
+            device=description.device,
+            dtype=description.dtype,
+            version=version("tokenmill"),
+        )
+        return Service(response, files)

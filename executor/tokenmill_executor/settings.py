@@ -1,0 +1,210 @@
+"""The executor's settings: flags, each also an environment variable TOKENMILL_<FLAG>, validated once at start.
+
+Must not know: torch, gRPC. What only the loaded model can tell (whether it fits) is checked in `loading.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+SIMULATED = "simulated"
+DEFAULT_LISTEN = "127.0.0.1:7601"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class SettingsError(Exception):
+    """An operator's mistake; the text is one sentence that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCost:
+    """Of the simulated runner: what a step takes, and with which output token a sequence ends (0: none)."""
+
+    step_ms: float
+    prefill_token_us: float
+    decode_token_us: float
+    eos_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`model` is "simulated" or an existing path. None leaves the choice to the model or the machine."""
+
+    model: str
+    name: str | None
+    listen: str
+    dtype: str
+    device: str
+    block_size: int
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    num_gpu_blocks_override: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    served_model_name: str | None
+    pipeline_depth: int
+    threads: int | None
+    max_message_bytes: int
+    shutdown_timeout_s: float
+    port_file: Path | None
+    log_format: str
+    log_level: str
+    simulated: SimulatedCost
+
+
+def parse_settings(argv: SequenceOf[str], environ: Mapping[str, str]) -> Settings:
+    """Flags win over the environment. Raises SettingsError; `--help` prints and raises SystemExit."""
+    parser = _parser()
+    values = vars(parser.parse_args([*_environment_flags(parser, environ), *argv]))
+    cost = SimulatedCost(
+        step_ms=values.pop("simulated_step_ms"),
+        prefill_token_us=values.pop("simulated_prefill_token_us"),
+        decode_token_us=values.pop("simulated_decode_token_us"),
+        eos_every=values.pop("simulated_eos_every"),
+    )
+    values["model"] = resolve_model(values["model"], environ)
+    return Settings(**values, simulated=cost)
+
+
+def model_cache(environ: Mapping[str, str]) -> Path:
+    """Where models fetched by name lie: TOKENMILL_CACHE, or tokenmill/ in the user's cache folder."""
+    if cache := environ.get("TOKENMILL_CACHE"):
+        return Path(cache) / "models"
+    user_cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache"
+    return Path(user_cache) / "tokenmill" / "models"
+
+
+def resolve_model(model: str, environ: Mapping[str, str]) -> str:
+    """The path that `model` means: itself, or a folder of the model cache (the GGUF file in it, if it holds exactly one)."""
+    if model == SIMULATED or Path(model).exists():
+        return model
+    folder = model_cache(environ) / model.lower()
+    if not folder.is_dir():
+        raise SettingsError(
+            f"--model {model} is no path, and no model in {folder.parent}: give a path, or run `tokenmill models pull`"
+        )
+    files = sorted(folder.glob("*.gguf"))
+    return str(files[0] if len(files) == 1 else folder)
+
+
+# ---- flags ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m tokenmill_executor",
+        description="Runs a model for a tokenmill scheduler.",
+        epilog="Each flag is also an environment variable: --max-num-seqs is TOKENMILL_MAX_NUM_SEQS. A flag wins.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for group, flags in _FLAGS.items():
+        section = parser.add_argument_group(group)
+        for flag, options in flags.items():
+            section.add_argument(flag, **options)
+    return parser
+
+
+def _environment_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
+    flags = []
+    for action in parser._actions:
+        value = environ.get(f"TOKENMILL_{action.dest.upper()}")
+        if value is not None and action.option_strings:
+            flags.append(f"{action.option_strings[-1]}={value}")
+    return flags
+
+
+def _count(text: str) -> int:
+    """argparse quotes the function's message, not its name."""
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _count_or_zero(text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = _duration(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and at most 1")
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes, with a unit or without: 2GiB, 512 MiB, 4e9 is not one."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2].upper()])) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB or 512MiB")
+    return size
+
+
+_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    "model": {
+        "--model": {"required": True, "help": "a Hugging Face folder, a GGUF file, a name in the model cache, or `simulated`"},
+        "--served-model-name": {"help": "the name clients use; without it, the model's own"},
+        "--dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "auto is float32 on the CPU"},
+        "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "auto is CUDA if there is a device"},
+        "--max-model-len": {"type": _count, "help": "most tokens of a sequence, prompt and output; without it, the model's limit"},
+        "--threads": {"type": _count, "help": "threads of a CPU forward pass; without it, torch's choice"},
+    },
+    "KV cache": {
+        "--block-size": {"type": _count, "default": 16, "help": "token positions in a KV block"},
+        "--kv-cache-memory-bytes": {
+            "type": parse_bytes,
+            "help": "memory for the KV cache, such as 2GiB; on a CPU without it, at most 4GiB",
+        },
+        "--gpu-memory-utilization": {"type": _fraction, "default": 0.9, "help": "share of a GPU's memory for weights and KV cache"},
+        "--num-gpu-blocks-override": {"type": _count, "help": "number of KV blocks, whatever the memory"},
+    },
+    "steps": {
+        "--max-num-seqs": {"type": _count, "default": 256, "help": "most sequences in a step"},
+        "--max-num-batched-tokens": {"type": _count, "default": 8192, "help": "most tokens in a step"},
+        "--pipeline-depth": {"type": _count, "default": 2, "help": "most plans unanswered at once"},
+    },
+    "service": {
+        "--listen": {"default": DEFAULT_LISTEN, "help": "HOST:PORT (port 0: any free one), or unix:PATH"},
+        "--name": {"help": "unique name of this executor; without it, host name and address"},
+        "--max-message-bytes": {"type": parse_bytes, "default": "64MiB", "help": "largest plan or result"},
+        "--shutdown-timeout-s": {"type": _duration, "default": 30.0, "help": "on SIGTERM, how long plans in hand may take"},
+        "--port-file": {"type": Path, "help": "a file to write the address to, once ready"},
+        "--log-format": {"choices": ("console", "json"), "default": "console", "help": "of the log on standard error"},
+        "--log-level": {"choices": ("debug", "info", "warning", "error"), "default": "info", "help": "least level logged"},
+    },
+    "simulated model": {
+        "--simulated-step-ms": {"type": _duration, "default": 10.0, "help": "what each step takes"},
+        "--simulated-prefill-token-us": {"type": _duration, "default": 50.0, "help": "and for each token of a prompt"},
+        "--simulated-decode-token-us": {"type": _duration, "default": 20.0, "help": "and for each decoding sequence"},
+        "--simulated-eos-every": {"type": _count_or_zero, "default": 0, "help": "end a sequence with this output token; 0: never"},
+    },
+}
+
+
+def settings_from_process(argv: SequenceOf[str]) -> Settings:
+    return parse_settings(argv, os.environ)

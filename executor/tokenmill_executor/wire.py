@@ -1,0 +1,120 @@
+"""Protobuf in, records out, and back: the only place that knows both.
+
+Must not know: the engine, streams. `decode_plan` checks what holds for a plan as a whole; what is wrong with one sequence is left
+to the engine, which answers it for that sequence alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.executor.v1 import executor_pb2 as pb
+
+from tokenmill_executor.records import Admission, Blocks, Plan, Result
+from tokenmill_executor.runner import SampledLogprobs, SamplingParams
+
+
+class BadPlan(Exception):
+    """A plan that cannot be carried out at all; the text begins with the field at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTimes:
+    """Seconds from a plan's arrival to its start, and how long the engine had had nothing to do when it arrived."""
+
+    queue_s: float
+    idle_s: float
+
+
+def decode_plan(message: pb.Plan, epoch: int, plan_id: int, limits: PlanLimits) -> Plan:
+    """Raises BadPlan unless it is the plan of this epoch and number, within the limits."""
+    if message.epoch != epoch:
+        raise BadPlan(f"plan.epoch is {message.epoch}, this stream's is {epoch}")
+    if message.plan_id != plan_id:
+        raise BadPlan(f"plan.plan_id is {message.plan_id}, the next is {plan_id}")
+    sequence_ids = list(message.advance_sequence_ids)
+    max_tokens = list(message.advance_max_tokens)
+    if len(max_tokens) != len(sequence_ids):
+        raise BadPlan(f"plan.advance_max_tokens has {len(max_tokens)} entries, advance_sequence_ids {len(sequence_ids)}")
+    if len(sequence_ids) > limits.max_num_seqs:
+        raise BadPlan(f"plan.advance_sequence_ids has {len(sequence_ids)} entries, max_num_seqs is {limits.max_num_seqs}")
+    if len(set(sequence_ids)) != len(sequence_ids):
+        raise BadPlan("plan.advance_sequence_ids names a sequence twice")
+    if sum(max_tokens) > limits.max_num_batched_tokens:
+        raise BadPlan(
+            f"plan.advance_max_tokens adds up to {sum(max_tokens)}, max_num_batched_tokens is {limits.max_num_batched_tokens}"
+        )
+    admit = [_decode_admission(index, admission) for index, admission in enumerate(message.admit)]
+    return Plan(epoch, plan_id, list(message.release), admit, sequence_ids, max_tokens)
+
+
+def _decode_admission(index: int, message: pb.Admission) -> Admission:
+    sampling = message.sampling
+    if len(sampling.logit_bias_ids) != len(sampling.logit_bias_values):
+        raise BadPlan(f"plan.admit[{index}].sampling.logit_bias_values differs in length from logit_bias_ids")
+    params = SamplingParams(
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(zip(sampling.logit_bias_ids, sampling.logit_bias_values, strict=True)),
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+    return Admission(message.sequence_id, list(message.token_ids), message.num_prompt_tokens, params, message.cache_salt)
+
+
+def encode_result(result: Result, times: ServiceTimes) -> pb.RunResponse:
+    message = pb.Result(
+        epoch=result.epoch,
+        plan_id=result.plan_id,
+        sequence_ids=result.sequence_ids,
+        num_computed=result.num_computed,
+        num_sampled=result.num_sampled,
+        token_ids=result.token_ids,
+        # The numbers of SequenceFinish are the enum's.
+        finishes=result.finishes,  # type: ignore[arg-type]
+        logprobs=[_encode_logprobs(logprobs) for logprobs in result.logprobs],
+        faults=[
+            pb.Fault(sequence_id=fault.sequence_id, fault=int(fault.fault), detail=fault.detail)  # type: ignore[arg-type]
+            for fault in result.faults
+        ],
+        blocks=encode_blocks(result.blocks),
+        times=pb.Times(
+            queue_us=_microseconds(times.queue_s),
+            prepare_us=_microseconds(result.times.prepare_s),
+            forward_us=_microseconds(result.times.forward_s),
+            sample_us=_microseconds(result.times.sample_s),
+            idle_us=_microseconds(times.idle_s),
+        ),
+    )
+    return pb.RunResponse(result=message)
+
+
+def encode_blocks(blocks: Blocks) -> pb.Blocks:
+    return pb.Blocks(free=blocks.free, cached=blocks.cached, held=blocks.held)
+
+
+def _encode_logprobs(logprobs: SampledLogprobs) -> pb.Logprobs:
+    return pb.Logprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return min(int(seconds * 1e6), 2**32 - 1)
