@@ -1,0 +1,66 @@
+"""The Python client of tokenmill.
+
+    from tokenmill_client import Client
+
+    with Client("127.0.0.1:7600") as client:
+        for delta in client.generate("Once upon a time", max_tokens=50):
+            print(delta.text, end="", flush=True)
+
+`AsyncClient` is the same for asyncio. Errors are in `tokenmill_client.errors`, records in `tokenmill_client.records`.
+"""
+
+from tokenmill_client.aio import DEFAULT_ADDRESS, AsyncClient
+from tokenmill_client.blocking import Client, Stream
+from tokenmill_client.errors import (
+    AlreadyEnded,
+    AlreadyExists,
+    BrokenStream,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    RequestCancelled,
+    RequestExpired,
+    RequestFailed,
+    RequestNotDone,
+    ResourceExhausted,
+    ServerError,
+    TokenmillError,
+    Unavailable,
+)
+from tokenmill_client.options import Message
+from tokenmill_client.records import Delta, FinishReason, Output, RequestFilter, RequestInfo, RequestState, Usage
+from tokenmill_client.retry import RetryPolicy
+from tokenmill_client.stream import AsyncStream
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "AlreadyEnded",
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncStream",
+    "BrokenStream",
+    "Client",
+    "DeadlineExceeded",
+    "Delta",
+    "FinishReason",
+    "InvalidRequest",
+    "Message",
+    "NotFound",
+    "Output",
+    "QueueFull",
+    "RequestCancelled",
+    "RequestExpired",
+    "RequestFailed",
+    "RequestFilter",
+    "RequestInfo",
+    "RequestNotDone",
+    "RequestState",
+    "ResourceExhausted",
+    "RetryPolicy",
+    "ServerError",
+    "Stream",
+    "TokenmillError",
+    "Unavailable",
+    "Usage",
+]

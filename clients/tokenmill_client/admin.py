@@ -1,0 +1,76 @@
+"""The operator's calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
+
+from tokenmill.admin.v1 import admin_pb2_grpc
+
+from tokenmill_client.records import CancelOutcome, Executor, Load, RequestFilter, RequestInfo, RequestLife
+from tokenmill_client.transport import Transport
+from tokenmill_client.wire import incoming, outgoing
+
+
+class AsyncAdmin:
+    """Found as `AsyncClient.admin`. Every method raises a `TokenmillError`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def list_requests(
+        self,
+        condition: RequestFilter | None = None,
+        *,
+        oldest_first: bool = False,
+        page_size: int = 100,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestInfo]:
+        """All requests that meet the condition, page by page as they are read; newest first. `timeout` is a page's."""
+        page_token = ""
+        while True:
+            request = outgoing.list_requests(condition, page_size, page_token, oldest_first)
+            response = await self._transport.call(self._stub.ListRequests, request, timeout)
+            for info in response.requests:
+                yield incoming.request_info(info)
+            page_token = response.next_page_token
+            if not page_token:
+                return
+
+    async def get_request(self, request_id: str, *, timeout: float | None = None) -> RequestLife:
+        """A request with every move between states."""
+        request = outgoing.get_request_life(request_id)
+        return incoming.request_life(await self._transport.call(self._stub.GetRequest, request, timeout))
+
+    async def cancel_requests(
+        self,
+        request_ids: Sequence[str] = (),
+        *,
+        condition: RequestFilter | None = None,
+        reason: str = "",
+        dry_run: bool = False,
+        timeout: float | None = None,
+    ) -> tuple[CancelOutcome, ...]:
+        """Cancels by id, or else all that meet the condition; `dry_run` answers what would be cancelled and changes nothing."""
+        request = outgoing.cancel_requests(request_ids, condition, reason, dry_run)
+        response = await self._transport.call(self._stub.CancelRequests, request, timeout)
+        return tuple(incoming.cancel_outcome(outcome) for outcome in response.outcomes)
+
+    async def update_request(
+        self, request_id: str, *, priority: int | None = None, deadline: datetime | None = None, timeout: float | None = None
+    ) -> RequestInfo:
+        """Changes what is given, of a request that has not ended."""
+        request = outgoing.update_request(request_id, priority, deadline)
+        response = await self._transport.call(self._stub.UpdateRequest, request, timeout)
+        return incoming.request_info(response.request)
+
+    async def list_executors(self, *, timeout: float | None = None) -> tuple[Executor, ...]:
+        response = await self._transport.call(self._stub.ListExecutors, outgoing.list_executors(), timeout)
+        return tuple(incoming.executor(executor) for executor in response.executors)
+
+    async def get_load(self, *, timeout: float | None = None) -> Load:
+        return incoming.load(await self._transport.call(self._stub.GetLoad, outgoing.get_load(), timeout))
+
+    @property
+    def _stub(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
+        return admin_pb2_grpc.AdminServiceStub(self._transport.channel)

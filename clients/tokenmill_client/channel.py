@@ -1,0 +1,30 @@
+"""The gRPC channel and its options. Must not know: what is called on it."""
+
+from __future__ import annotations
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    # gRPC's default receive limit, 4 MiB, is less than a long output with log probabilities.
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A frozen peer shows after time + timeout; the second timeout is the transport's own, 60 s unless set. The scheduler allows
+    # such pings; a server with gRPC's defaults would end an idle stream with "Too many pings", and it would be taken up again.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # gRPC waits 1 s, then up to 2 minutes, before it connects again: too long for a scheduler that is back in one second.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `host:port` or `unix:PATH`. Connects on first use; must be called in its event loop's thread."""
+    # A proxy set for the web (http_proxy) is not meant for a service on this machine.
+    local = address.startswith(("unix:", "127.", "localhost", "[::1]"))
+    options = (*_OPTIONS, ("grpc.enable_http_proxy", 0)) if local else _OPTIONS
+    return grpc.aio.insecure_channel(address, options=options)

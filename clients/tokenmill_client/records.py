@@ -1,0 +1,248 @@
+"""What the client hands out: frozen records. Must not know: protobuf, gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+
+class RequestState(StrEnum):
+    """Where a request stands; meanings as in `tokenmill.inference.v1.RequestState`."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        return self in _ENDED
+
+
+_ENDED = frozenset({RequestState.DONE, RequestState.CANCELLED, RequestState.EXPIRED, RequestState.FAILED})
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """`top` has (token id, log probability) pairs, most likely first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# ---- a stream's events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    request_id: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Output tokens `first_index` to `first_index + token_count - 1`, or text alone that was held back until the request's end.
+
+    `token_ids` and `text` are empty unless asked for; `logprobs` is empty or has one entry a token.
+    """
+
+    first_index: int
+    token_count: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    state: RequestState
+    finish_reason: FinishReason | None
+    usage: Usage
+    error: str = ""
+    error_code: int = 0
+
+
+StreamEvent = Accepted | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a stream has brought, from output token `first_index` on. `finish_reason` is None while the request goes on."""
+
+    request_id: str
+    first_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    usage: Usage
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """`joined`: the request existed already, with an equal payload."""
+
+    request_id: str
+    prompt_tokens: int
+    joined: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """`already_ended`: the request had ended before the call, which changed nothing."""
+
+    state: RequestState
+    already_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """`max_model_len` is the most tokens a prompt and its output may have together."""
+
+    token_ids: tuple[int, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    max_model_len: int
+    vocab_size: int
+    tokenizer_digest: str
+    has_chat_template: bool
+    executors: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """Where a request stands; `wait_reason` says why it was in no plan of the last step. Times are UTC."""
+
+    request_id: str
+    model: str
+    tenant: str
+    state: RequestState
+    finish_reason: FinishReason | None
+    error: str
+    priority: int
+    usage: Usage
+    submitted_at: datetime | None
+    first_token_at: datetime | None
+    finished_at: datetime | None
+    deadline: datetime | None
+    preemptions: int
+    detached: bool
+    wait_reason: str
+    executor: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """A request with its output so far, if that was asked for."""
+
+    info: RequestInfo
+    output_token_ids: tuple[int, ...]
+    output_text: str
+
+
+# ---- for operators -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFilter:
+    """All conditions hold together; an empty or None one holds always."""
+
+    states: tuple[RequestState, ...] = ()
+    tenant: str = ""
+    min_priority: int | None = None
+    max_priority: int | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A move between states; `before` is None for the first."""
+
+    before: RequestState | None
+    after: RequestState
+    at: datetime
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLife:
+    info: RequestInfo
+    transitions: tuple[Transition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelOutcome:
+    """`state` is None when no request has this id."""
+
+    request_id: str
+    state: RequestState | None
+    already_ended: bool
+    not_found: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """Meanings as in `tokenmill.admin.v1.Executor`; `idle_share` in 0 to 1."""
+
+    name: str
+    address: str
+    model: str
+    connected: bool
+    epoch: int
+    device: str
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    held_blocks: int
+    cached_blocks: int
+    running: int
+    steps: int
+    idle_share: float
+    joined_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Meanings as in `tokenmill.admin.v1.GetLoadResponse`."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_usage: float
+    batch_occupancy: float
+    preemptions: int
+    output_tokens: int
+    prompt_tokens: int
+    steps: int
+    stale_results: int
+    no_blocks: int
+    ledger_backlog: int
+    batching: str
+    policy: str

@@ -1,0 +1,130 @@
+"""A stream of output tokens that takes itself up again when the connection or the scheduler is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import grpc
+
+from tokenmill_client.errors import DeadlineExceeded, TokenmillError, Unavailable, from_finished
+from tokenmill_client.progress import Progress
+from tokenmill_client.records import Delta, Output, StreamEvent
+from tokenmill_client.retry import Backoff
+from tokenmill_client.transport import Transport
+from tokenmill_client.wire import incoming
+
+
+class StreamCall(Protocol):
+    """What is used of a running gRPC call. `read` gives a response, or gRPC's end mark."""
+
+    def read(self) -> Coroutine[Any, Any, object]: ...
+
+    def cancel(self) -> bool: ...
+
+
+# Starts the call that goes on from where `Progress` stands, with a timeout in seconds or none.
+Connect = Callable[[Progress, float | None], StreamCall]
+
+
+class AsyncStream(AsyncIterator[Delta]):
+    """Iterate it for deltas, or await `result()` for all at once. The call starts with the first of these.
+
+    Each output token comes once, in order, also when the scheduler restarts in mid-stream; if the server breaks that rule,
+    BrokenStream is raised. A request that ends other than DONE raises RequestFailed, RequestCancelled or RequestExpired with the
+    output so far. Leave early with `aclose()` or `async with`: the server then cancels a request that is not detached.
+    A cancelled read (`asyncio.timeout` around it, too) closes the stream.
+    """
+
+    def __init__(self, transport: Transport, connect: Connect, progress: Progress, timeout: float | None) -> None:
+        self._transport = transport
+        self._connect = connect
+        self._progress = progress
+        self._deadline_s = None if timeout is None else time.monotonic() + timeout
+        self._backoff = Backoff(transport.retry)
+        self._call: StreamCall | None = None
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        return self._progress.request_id
+
+    @property
+    def output(self) -> Output:
+        """What has come so far."""
+        return self._progress.output
+
+    async def result(self) -> Output:
+        """Reads to the end."""
+        async for _ in self:
+            pass
+        return self._progress.output
+
+    async def __anext__(self) -> Delta:
+        while not self._closed:
+            try:
+                delta = self._progress.take(await self._next_event())
+            except BaseException:
+                await self.aclose()
+                raise
+            if delta is not None:
+                self._backoff.reset()
+                return delta
+            if self._progress.finished is not None:
+                await self.aclose()
+                self._raise_unless_done()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    def _raise_unless_done(self) -> None:
+        assert self._progress.finished is not None
+        error = from_finished(self._progress.finished, self._progress.output)
+        if error is not None:
+            raise error
+
+    async def _next_event(self) -> StreamEvent:
+        """The next event of this connection, or of a new one when it is lost."""
+        while True:
+            try:
+                return await self._read()
+            except grpc.aio.AioRpcError as error:
+                failure = self._transport.typed(error)
+            except Unavailable as error:
+                failure = error
+            await self._await_next_try(failure)
+
+    async def _read(self) -> StreamEvent:
+        if self._call is None:
+            self._progress.reconnected()
+            self._call = self._connect(self._progress, self._remaining_s())
+        event = incoming.stream_event(await self._call.read())
+        if event is None:
+            raise Unavailable(f"The stream of request {self.request_id} ended before the request did.")
+        return event
+
+    async def _await_next_try(self, failure: TokenmillError) -> None:
+        self._call = None
+        retry = self._transport.retry
+        limit_s = retry.attach_limit_s if self._progress.accepted else retry.call_limit_s
+        await self._transport.pause(self._backoff, failure, limit_s)
+
+    def _remaining_s(self) -> float | None:
+        if self._deadline_s is None:
+            return None
+        remaining_s = self._deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceeded(f"Request {self.request_id} did not end within the time given.")
+        return remaining_s

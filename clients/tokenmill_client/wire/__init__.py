@@ -1,0 +1,1 @@
+"""Records and keyword arguments to protobuf and back. Protobuf stops here."""

@@ -1,0 +1,136 @@
+"""Messages of answers and streams to records."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from tokenmill.admin.v1 import admin_pb2
+from tokenmill.inference.v1 import inference_pb2, types_pb2
+
+from tokenmill_client import records
+from tokenmill_client.errors import ServerError
+
+
+def stream_event(response: object) -> records.StreamEvent | None:
+    """None for what is no response: gRPC's mark of a stream's end."""
+    if not isinstance(response, inference_pb2.GenerateResponse | inference_pb2.AttachResponse):
+        return None
+    event = response.event
+    match event.WhichOneof("event"):
+        case "delta":
+            return _delta(event.delta)
+        case "accepted":
+            return records.Accepted(event.accepted.request_id, event.accepted.prompt_tokens)
+        case "finished":
+            return _finished(event.finished)
+        case _:
+            raise ServerError("The server sent a stream event that this client does not know: use a newer client.")
+
+
+def _delta(delta: types_pb2.StreamEvent.Delta) -> records.Delta:
+    return records.Delta(
+        first_index=delta.first_index,
+        token_count=delta.token_count,
+        token_ids=tuple(delta.token_ids),
+        text=delta.text,
+        logprobs=tuple(
+            records.TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+            for entry in delta.logprobs
+        ),
+    )
+
+
+def _finished(finished: types_pb2.StreamEvent.Finished) -> records.Finished:
+    return records.Finished(
+        state=_state(finished.state),
+        finish_reason=_finish_reason(finished.finish_reason),
+        usage=_usage(finished.usage),
+        error=finished.error,
+        error_code=finished.error_code,
+    )
+
+
+def _state(number: types_pb2.RequestState.ValueType) -> records.RequestState:
+    name = types_pb2.RequestState.Name(number) if number in types_pb2.RequestState.values() else ""
+    try:
+        return records.RequestState[name.removeprefix("REQUEST_STATE_")]
+    except KeyError:
+        raise ServerError(
+            f"The server names a request state, {number}, that this client does not know: use a newer client."
+        ) from None
+
+
+def _finish_reason(number: types_pb2.FinishReason.ValueType) -> records.FinishReason | None:
+    """None while there is none; a reason that this client does not know reads as ERROR."""
+    if number == types_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    if number not in types_pb2.FinishReason.values():
+        return records.FinishReason.ERROR
+    return records.FinishReason[types_pb2.FinishReason.Name(number).removeprefix("FINISH_REASON_")]
+
+
+def _usage(counts: types_pb2.TokenCounts) -> records.Usage:
+    return records.Usage(counts.prompt_tokens, counts.output_tokens)
+
+
+def _time(message: Any, field: str) -> datetime | None:
+    return cast(datetime, getattr(message, field).ToDatetime(tzinfo=UTC)) if message.HasField(field) else None
+
+
+def submitted(response: inference_pb2.SubmitResponse) -> records.Submitted:
+    return records.Submitted(response.request_id, response.prompt_tokens, response.joined)
+
+
+def cancellation(response: inference_pb2.CancelResponse) -> records.Cancellation:
+    return records.Cancellation(_state(response.state), response.already_ended)
+
+
+def tokenized(response: inference_pb2.TokenizeResponse) -> records.Tokenized:
+    return records.Tokenized(tuple(response.token_ids), response.max_model_len)
+
+
+def model(message: inference_pb2.Model) -> records.Model:
+    return records.Model(**_fields(message))
+
+
+def request_info(info: types_pb2.RequestInfo) -> records.RequestInfo:
+    times = {name: _time(info, name) for name in ("submitted_at", "first_token_at", "finished_at", "deadline")}
+    converted = {
+        "state": _state(info.state),
+        "finish_reason": _finish_reason(info.finish_reason),
+        "usage": _usage(info.usage),
+    }
+    return records.RequestInfo(**{**_fields(info), **converted, **times})
+
+
+def request_snapshot(response: inference_pb2.GetRequestResponse) -> records.RequestSnapshot:
+    return records.RequestSnapshot(request_info(response.request), tuple(response.output_token_ids), response.output_text)
+
+
+def request_life(response: admin_pb2.GetRequestResponse) -> records.RequestLife:
+    return records.RequestLife(request_info(response.request), tuple(_transition(entry) for entry in response.transitions))
+
+
+def _transition(entry: admin_pb2.Transition) -> records.Transition:
+    first = entry.from_state == types_pb2.REQUEST_STATE_UNSPECIFIED
+    before = None if first else _state(entry.from_state)
+    return records.Transition(before, _state(entry.to_state), entry.at.ToDatetime(tzinfo=UTC), entry.reason)
+
+
+def cancel_outcome(outcome: admin_pb2.CancelRequestsResponse.Outcome) -> records.CancelOutcome:
+    state = None if outcome.not_found else _state(outcome.state)
+    return records.CancelOutcome(outcome.request_id, state, outcome.already_ended, outcome.not_found)
+
+
+def executor(message: admin_pb2.Executor) -> records.Executor:
+    return records.Executor(**{**_fields(message), "joined_at": _time(message, "joined_at")})
+
+
+def load(response: admin_pb2.GetLoadResponse) -> records.Load:
+    return records.Load(**_fields(response))
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """All fields by name: records name theirs as the message does."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
