@@ -1,55 +1,106 @@
-"""A model's text side: tokenizer, chat template, incremental detokenisation and stop strings. (Contract.)"""
+"""A model's text side: tokenizer, chat template, incremental detokenisation and stop strings.
+
+Made from the files an executor sends. Must not know: gRPC, the loop, the ledger. Safe to use from several threads at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
+from tokenizers import Tokenizer
 
-@dataclass(frozen=True, slots=True)
-class TextStep:
-    """What feeding tokens to a TextStream gave.
+from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.text.chat import ChatTemplate
+from tokenmill_scheduler.text.pieces import TokenPieces
+from tokenmill_scheduler.text.stream import TextStep, TextStream
 
-    `stopped_after` is the number of the fed tokens up to and with the one that completed a stop string, None if none did; `text` is
-    then cut where the stop starts (or ends, with include_stop).
-    """
+__all__ = ["TextModel", "TextStep", "TextStream"]
 
-    text: str
-    stopped_after: int | None = None
-
-
-class TextStream:
-    """One request's output as text: tokens in, text deltas out.
-
-    A pure function of prompt, stop strings and the tokens fed so far, so that any two streams over the same tokens give the same
-    text, however the tokens were chunked. Text that might still become a stop string, or an incomplete character, is held back
-    until `finish`.
-    """
-
-    def feed(self, token_ids: Sequence[int]) -> TextStep:
-        raise NotImplementedError
-
-    def finish(self) -> str:
-        """The text still held back."""
-        raise NotImplementedError
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TextModel:
-    """Made from the files an executor sends."""
-
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        raise NotImplementedError
+        """`files`: `tokenizer.json` and, where the model has one, `tokenizer_config.json`, by name.
+
+        Raises ValueError with a sentence when they are missing, unreadable, or of a kind whose text cannot be streamed.
+        """
+        self._tokenizer = _read_tokenizer(files)
+        # A tokenizer.json may carry the settings of a training run; a prompt is never cut or filled up in silence.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = _read_config(files)
+        self._pieces = TokenPieces(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
+        """Token ids, with the special tokens that the tokenizer's post-processor adds."""
+        return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Raises ValueError with a sentence when there is no template or it refuses the messages."""
-        raise NotImplementedError
+        """`messages` have `role` and `content`. Raises ValueError with a sentence when there is no template or it refuses them."""
+        if self._chat_template is None:
+            raise ValueError("the model has no chat template; send the prompt as text or token ids")
+        # The template writes the special tokens itself; the post-processor would begin the sequence twice.
+        return list(self._tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False).ids)
 
-    def stream(self, prompt: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False) -> TextStream:
-        raise NotImplementedError
+    def stream(
+        self, prompt: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False, stop_token_ids: Iterable[int] = ()
+    ) -> TextStream:
+        """The text of an output that follows `prompt`. Tokens of `stop_token_ids` show no text."""
+        return TextStream(self._pieces, prompt, stop, include_stop, stop_token_ids)
+
+    def stream_of(self, request: Request) -> TextStream:
+        """The one stream that belongs to a request: who judges stop strings and who writes to clients must see the same text."""
+        return self.stream(request.prompt, request.stop, request.include_stop, request.sampling.stop_token_ids)
 
     @property
     def has_chat_template(self) -> bool:
-        raise NotImplementedError
+        return _template_source(self._config) is not None
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate | None:
+        """Compiled when first used: a broken template leaves text prompts working."""
+        source = _template_source(self._config)
+        return None if source is None else ChatTemplate(source, _special_tokens(self._config))
+
+
+def _read_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    if "tokenizer.json" not in files:
+        raise ValueError("the executor sent no tokenizer.json")
+    try:
+        return Tokenizer.from_str(files["tokenizer.json"].decode())
+    # `tokenizers` raises bare Exception.
+    except Exception as error:
+        raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+
+
+def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    try:
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    except ValueError as error:
+        raise ValueError(f"tokenizer_config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError("tokenizer_config.json is no JSON object")
+    return config
+
+
+def _template_source(config: Mapping[str, Any]) -> str | None:
+    """`chat_template` is one template, or a list of named ones of which `default` is for plain chat."""
+    templates = config.get("chat_template")
+    if isinstance(templates, list):
+        templates = next((entry["template"] for entry in templates if entry["name"] == "default"), None)
+    return templates if isinstance(templates, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """A special token is written as its text, or as an object with the text in `content`."""
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens

@@ -1,0 +1,139 @@
+"""RequestSpec of the protocol → Request of the core.
+
+Must not know: the ledger, streams. Everything is checked before anything is refused, and nothing is stored before all has passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from tokenmill.inference.v1.inference_pb2 import Prompt, RequestSpec
+
+from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.desk import Desk, ServedModel
+from tokenmill_scheduler.intake.prompt import check_length, read_prompt
+from tokenmill_scheduler.intake.sampling import Room, read_sampling
+from tokenmill_scheduler.intake.violations import InvalidArgument, Violations
+
+MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
+MAX_TIMEOUT_S = 366 * 24 * 3600
+MAX_CACHE_SALT_CHARS = 256
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Crockford's base 32, in order of their ASCII codes: ids sort as the numbers they are written from.
+_DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
+_ID_TIME_DIGITS, _ID_RANDOM_DIGITS = 10, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A request that passed, and what tells an equal payload under the same id from another."""
+
+    request: Request
+    payload_digest: bytes
+
+
+class Intake:
+    """`randbits(n)` draws n random bits, for seeds and ids that clients leave open; `clock` gives Unix seconds."""
+
+    def __init__(
+        self, desk: Desk, clock: Callable[[], float] = time.time, randbits: Callable[[int], int] = secrets.randbits
+    ) -> None:
+        self._desk = desk
+        self._clock = clock
+        self._randbits = randbits
+
+    async def take(self, spec: RequestSpec, detached: bool) -> Taken:
+        """Raises InvalidArgument with all that is wrong (field paths from `request` on), UnknownModel, Unavailable."""
+        model = self._model(spec.model, "request.model")
+        violations = Violations()
+        _check_envelope(spec, violations)
+        prompt = await read_prompt(spec.prompt, "request.prompt", model, violations)
+        check_length(len(prompt), "request.prompt", model, violations)
+        room = _room(len(prompt), model)
+        sampling = read_sampling(spec.sampling, "request.sampling", model.vocab_size, room, lambda: self._randbits(63), violations)
+        violations.raise_any()
+        now_s = self._clock()
+        request = Request(
+            request_id=spec.request_id or draw_request_id(now_s, self._randbits),
+            model=model.name,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            arrival_s=now_s,
+            priority=spec.priority,
+            deadline_s=now_s + _seconds(spec.timeout) if spec.HasField("timeout") else None,
+            tenant=spec.tenant or "default",
+            detached=detached,
+            cache_salt=spec.cache_salt,
+            stop=tuple(dict.fromkeys(spec.sampling.stop)),
+            include_stop=spec.sampling.include_stop_str_in_output,
+        )
+        return Taken(request, digest_payload(spec, detached))
+
+    async def tokenize(self, model_name: str, prompt: Prompt) -> tuple[ServedModel, list[int]]:
+        """The prompt as `take` would read it, of whatever length. Raises as `take`, field paths from `prompt` on."""
+        model = self._model(model_name, "model")
+        violations = Violations()
+        token_ids = await read_prompt(prompt, "prompt", model, violations)
+        violations.raise_any()
+        return model, list(token_ids)
+
+    def _model(self, name: str, field: str) -> ServedModel:
+        if not name and len(models := self._desk.models()) > 1:
+            names = ", ".join(sorted(model.name for model in models))
+            raise InvalidArgument.of(field, f"must name one of the models served: {names}")
+        return self._desk.model(name)
+
+
+def draw_request_id(now_s: float, randbits: Callable[[int], int]) -> str:
+    """`req-` and 26 characters that sort by time (as a ULID): 50 bits of milliseconds, then 80 random ones."""
+    number = int(now_s * 1000) << (5 * _ID_RANDOM_DIGITS) | randbits(5 * _ID_RANDOM_DIGITS)
+    digits = _ID_TIME_DIGITS + _ID_RANDOM_DIGITS
+    return "req-" + "".join(_DIGITS[number >> (5 * place) & 31] for place in reversed(range(digits)))
+
+
+def digest_payload(spec: RequestSpec, detached: bool) -> bytes:
+    """SHA-256 of what the client sent but the id, and of whether it runs detached (Submit's do, whatever they say).
+
+    Of what was sent, so that seeds and other defaults drawn here do not tell equal payloads apart. Serialisation with sorted map
+    keys gives equal bytes in every process; fields are written in the order of their numbers, which never change.
+    """
+    sent = RequestSpec()
+    sent.CopyFrom(spec)
+    sent.ClearField("request_id")
+    sent.detached = detached
+    return hashlib.sha256(sent.SerializeToString(deterministic=True)).digest()
+
+
+def check_priority(priority: int, field: str, violations: Violations) -> None:
+    holds = MIN_PRIORITY <= priority <= MAX_PRIORITY
+    violations.require(holds, field, f"must be from {MIN_PRIORITY} to {MAX_PRIORITY}; got {priority}")
+
+
+def _check_envelope(spec: RequestSpec, violations: Violations) -> None:
+    valid_id = not spec.request_id or _REQUEST_ID.fullmatch(spec.request_id) is not None
+    violations.require(valid_id, "request.request_id", "must be 1 to 128 of letters, digits, '.', '_', ':' and '-'")
+    valid_tenant = not spec.tenant or _TENANT.fullmatch(spec.tenant) is not None
+    violations.require(valid_tenant, "request.tenant", "must be 1 to 64 of letters, digits, '.', '_' and '-'")
+    check_priority(spec.priority, "request.priority", violations)
+    valid_timeout = not spec.HasField("timeout") or 0 < _seconds(spec.timeout) <= MAX_TIMEOUT_S
+    violations.require(valid_timeout, "request.timeout", "must be above 0 and at most 366 days")
+    salt_words = f"must have at most {MAX_CACHE_SALT_CHARS} characters"
+    violations.require(len(spec.cache_salt) <= MAX_CACHE_SALT_CHARS, "request.cache_salt", salt_words)
+
+
+def _room(num_prompt_tokens: int, model: ServedModel) -> Room:
+    """A client may ask for what the model's context leaves; one that asks for nothing gets no more than can run to its end."""
+    most = max(model.max_model_len - num_prompt_tokens, 1)
+    return Room(most=most, default=max(min(most, model.pool_tokens - num_prompt_tokens), 1))
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9

@@ -1,0 +1,109 @@
+"""Sampling parameters: each against the range written beside it in `types.proto`, defaults filled in.
+
+Comparisons are written so that NaN fails them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenmill.inference.v1.types_pb2 import SamplingParams
+
+from tokenmill_scheduler.core.request import Sampling
+from tokenmill_scheduler.intake.violations import Violations
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGIT_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    holds: Callable[[float], bool]
+    words: str
+
+
+_RULES = {
+    "temperature": _Rule(lambda v: 0 <= v < math.inf, "must be finite and at least 0"),
+    "top_p": _Rule(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
+    "top_k": _Rule(lambda v: v >= -1, "must be at least 1, or 0 or -1 to turn it off"),
+    "min_p": _Rule(lambda v: 0 <= v <= 1, "must be from 0 to 1"),
+    "repetition_penalty": _Rule(lambda v: 0 < v < math.inf, "must be finite and above 0"),
+    "presence_penalty": _Rule(lambda v: -2 <= v <= 2, "must be from -2 to 2"),
+    "frequency_penalty": _Rule(lambda v: -2 <= v <= 2, "must be from -2 to 2"),
+    "max_tokens": _Rule(lambda v: v >= 1, "must be at least 1"),
+    "min_tokens": _Rule(lambda v: v >= 0, "must be at least 0"),
+    "logprobs": _Rule(lambda v: 0 <= v <= 20, "must be from 0 to 20"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the model and the prompt leave: most output tokens possible, and the one taken when the client asks for no number."""
+
+    most: int
+    default: int
+
+
+def read_sampling(
+    params: SamplingParams, field: str, vocab_size: int, room: Room, draw_seed: Callable[[], int], violations: Violations
+) -> Sampling:
+    """`params` as the core takes them; what is wrong goes to `violations`, and the answer is then of no use."""
+    _check_numbers(params, field, violations)
+    _check_stops(params.stop, f"{field}.stop", violations)
+    _check_token_ids(params.stop_token_ids, f"{field}.stop_token_ids", vocab_size, violations)
+    _check_logit_bias(params, f"{field}.logit_bias", vocab_size, violations)
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else room.default
+    violations.require(
+        max_tokens <= room.most, f"{field}.max_tokens", f"the prompt leaves room for {room.most} tokens; got {max_tokens}"
+    )
+    violations.require(params.min_tokens <= max_tokens, f"{field}.min_tokens", f"must be at most max_tokens, {max_tokens}")
+    return Sampling(
+        max_tokens=max_tokens,
+        seed=params.seed if params.HasField("seed") else draw_seed(),
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+    )
+
+
+def _check_numbers(params: SamplingParams, field: str, violations: Violations) -> None:
+    for name, rule in _RULES.items():
+        if params.HasField(name):  # type: ignore[arg-type]  # the stub wants literals
+            value = getattr(params, name)
+            violations.require(rule.holds(value), f"{field}.{name}", f"{rule.words}; got {value:g}")
+
+
+def _check_stops(stops: Sequence[str], field: str, violations: Violations) -> None:
+    violations.require(len(stops) <= MAX_STOPS, field, f"must be at most {MAX_STOPS} strings; got {len(stops)}")
+    for index, stop in enumerate(stops[:MAX_STOPS]):
+        words = f"must have 1 to {MAX_STOP_CHARS} characters; got {len(stop)}"
+        violations.require(1 <= len(stop) <= MAX_STOP_CHARS, f"{field}[{index}]", words)
+
+
+def _check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int, violations: Violations) -> None:
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            violations.add(f"{field}[{index}]", f"must be from 0 to {vocab_size - 1}; got {token_id}")
+            return
+
+
+def _check_logit_bias(params: SamplingParams, field: str, vocab_size: int, violations: Violations) -> None:
+    for token_id, bias in sorted(params.logit_bias.items()):
+        if not 0 <= token_id < vocab_size:
+            violations.add(field, f"token ids must be from 0 to {vocab_size - 1}; got {token_id}")
+            return
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            violations.add(field, f"values must be from -100 to 100; got {bias:g} for token {token_id}")
+            return

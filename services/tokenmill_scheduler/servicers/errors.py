@@ -1,0 +1,148 @@
+"""One place that turns what was raised into a gRPC status with rich details, and that drives and closes every stream.
+
+Every status has an ErrorInfo whose reason a client can tell apart; RetryInfo says when to come again, BadRequest which fields are
+at fault. What we did not foresee is INTERNAL with an id to find it in the log by; its own words stay here.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, Protocol
+
+import grpc
+import structlog
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from tokenmill_scheduler import desk
+from tokenmill_scheduler.intake import InvalidArgument
+from tokenmill_scheduler.ledger.port import LedgerUnavailable
+
+DOMAIN = "tokenmill"
+_LEDGER_RETRY_S = 1.0
+
+_REASONS: dict[type[Exception], tuple[int, str]] = {
+    InvalidArgument: (code_pb2.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
+    desk.UnknownRequest: (code_pb2.NOT_FOUND, "UNKNOWN_REQUEST"),
+    desk.RequestExists: (code_pb2.ALREADY_EXISTS, "REQUEST_EXISTS"),
+    desk.UnknownModel: (code_pb2.NOT_FOUND, "UNKNOWN_MODEL"),
+    desk.QueueFull: (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    desk.Unavailable: (code_pb2.UNAVAILABLE, "UNAVAILABLE"),
+    desk.IndexAhead: (code_pb2.OUT_OF_RANGE, "INDEX_AHEAD"),
+    desk.RequestEnded: (code_pb2.FAILED_PRECONDITION, "REQUEST_ENDED"),
+}
+
+log = structlog.get_logger(__name__)
+
+
+class Context(Protocol):
+    """What is used here of grpc.aio's context of a call."""
+
+    async def write(self, message: Message) -> None: ...
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn: ...
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """For tokenmill's own services; health and reflection pass untouched."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith("/tokenmill."):
+            return handler  # type: ignore[no-any-return]
+        codecs = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), **codecs)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method), **codecs)
+        return handler  # type: ignore[no-any-return]
+
+
+def status_of(error: Exception) -> status_pb2.Status | None:
+    """The status that tells a client of `error`; None for one that is not foreseen."""
+    if isinstance(error, LedgerUnavailable):
+        error = desk.Unavailable("the database cannot be reached", _LEDGER_RETRY_S)
+    code, reason = _REASONS.get(type(error), (code_pb2.INTERNAL, ""))
+    if not reason:
+        return None
+    status = status_pb2.Status(code=code, message=str(error))
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    if isinstance(error, InvalidArgument):
+        status.details.add().Pack(_bad_request(error))
+    if isinstance(error, desk.QueueFull | desk.Unavailable):
+        status.details.add().Pack(_retry_info(error.retry_delay_s))
+    return status
+
+
+def _guard_unary(
+    behaviour: Callable[[Message, Context], Awaitable[Message]], method: str
+) -> Callable[[Message, Context], Awaitable[Message]]:
+    async def guarded(request: Message, context: Context) -> Message:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await _abort(error, method, context)
+
+    return guarded
+
+
+def _guard_stream(
+    behaviour: Callable[[Message, Context], AsyncIterator[Message]], method: str
+) -> Callable[[Message, Context], Awaitable[None]]:
+    """grpc.aio leaves a generator whose client is gone to the garbage collector; here it is closed before the call ends."""
+
+    async def guarded(request: Message, context: Context) -> None:
+        try:
+            async with aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]  # they are generators
+                async for response in responses:
+                    if not await _write(context, response):
+                        return
+        except Exception as error:
+            await _abort(error, method, context)
+
+    return guarded
+
+
+async def _write(context: Context, response: Message) -> bool:
+    """False when the client is gone, which grpc.aio tells a writer with an error of its own and not by cancelling it."""
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError:
+        return False
+    return True
+
+
+async def _abort(error: Exception, method: str, context: Context) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    await context.abort_with_status(rpc_status.to_status(status_of(error) or _internal(error, method)))
+
+
+def _internal(error: Exception, method: str) -> status_pb2.Status:
+    error_id = secrets.token_hex(4)
+    log.error("rpc_failed", method=method, error_id=error_id, exc_info=error)
+    status = status_pb2.Status(code=code_pb2.INTERNAL, message=f"internal error {error_id}; the scheduler's log tells more")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"error_id": error_id}))
+    return status
+
+
+def _bad_request(error: InvalidArgument) -> error_details_pb2.BadRequest:
+    details = error_details_pb2.BadRequest()
+    for violation in error.violations:
+        details.field_violations.add(field=violation.field, description=violation.description)
+    return details
+
+
+def _retry_info(delay_s: float) -> error_details_pb2.RetryInfo:
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromMilliseconds(math.ceil(delay_s * 1000))
+    return info

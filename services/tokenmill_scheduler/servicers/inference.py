@@ -1,0 +1,148 @@
+"""`tokenmill.inference.v1.InferenceService`: what clients call, over a desk.
+
+Methods raise what the desk and the intake raise; `errors.ErrorInterceptor` turns it into statuses and closes streams. Must not
+know: the core, the ledger, executors.
+"""
+
+# ruff: noqa: N802 (methods are named by the protocol)
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from tokenmill.inference.v1 import inference_pb2 as pb
+from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceServicer
+from tokenmill.inference.v1.types_pb2 import StreamEvent
+
+from tokenmill_scheduler.core.request import TERMINAL
+from tokenmill_scheduler.desk import Attachment, Desk, Ended, RequestStatus, Unavailable
+from tokenmill_scheduler.intake import Intake, Taken, Violations
+from tokenmill_scheduler.servicers import convert
+from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
+from tokenmill_scheduler.text.stream import TextStream
+
+MAX_REASON_CHARS = 1_000
+# Detokenising this many tokens takes about a millisecond; more goes to a thread.
+_MANY_TOKENS = 2_000
+_SHUTDOWN_RETRY_S = 1.0
+
+
+class _Response(Protocol):
+    @property
+    def event(self) -> StreamEvent: ...
+
+
+R = TypeVar("R", bound=_Response)
+
+
+class InferenceServicer(InferenceServiceServicer):
+    def __init__(self, desk: Desk, intake: Intake) -> None:
+        self._desk = desk
+        self._intake = intake
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        taken = await self._intake.take(request.request, detached=request.request.detached)
+        attachment = await self._open(taken)
+        output = request.output if request.HasField("output") else None
+        async with aclosing(attachment.chunks), aclosing(self._relay(attachment, output, pb.GenerateResponse)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.SubmitResponse:
+        taken = await self._intake.take(request.request, detached=True)
+        submitted = await self._desk.submit(taken.request, taken.payload_digest)
+        return pb.SubmitResponse(request_id=submitted.request_id, prompt_tokens=len(taken.request.prompt), joined=submitted.joined)
+
+    async def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncIterator[pb.AttachResponse]:
+        attachment = await self._desk.attach(request.request_id, request.next_index)
+        output = request.output if request.HasField("output") else None
+        async with aclosing(attachment.chunks), aclosing(self._relay(attachment, output, pb.AttachResponse)) as responses:
+            async for response in responses:
+                yield response
+
+    async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:
+        status = await self._desk.status(request.request_id)
+        response = pb.GetRequestResponse(request=convert.request_info(status))
+        if request.include_output:
+            output = await self._desk.output(request.request_id)
+            response.output_token_ids.extend(output.token_ids)
+            response.output_text = await self._text_of(status, output.token_ids)
+        return response
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        cancellation = await self._desk.cancel(request.request_id, read_reason(request.reason, "cancelled by the client"))
+        return pb.CancelResponse(state=convert.STATES[cancellation.state], already_ended=cancellation.already_ended)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        model, token_ids = await self._intake.tokenize(request.model, request.prompt)
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[convert.model(model) for model in self._desk.models()])
+
+    async def _relay(
+        self, attachment: Attachment, output: pb.OutputOptions | None, new: Callable[[], R]
+    ) -> AsyncGenerator[R, None]:
+        text = None
+        if wants_text(output):
+            text = self._desk.model(attachment.request.model).text.stream_of(attachment.request)
+            await _feed(text, attachment.earlier)
+        writer = EventWriter(attachment.request, len(attachment.earlier), text, wants_token_ids(output))
+        writer.accepted((response := new()).event)
+        yield response
+        async for item in attachment.chunks:
+            response = new()
+            if isinstance(item, Ended):
+                break
+            writer.delta(response.event, item)
+            yield response
+        else:
+            raise Unavailable("the stream ended before the request did; attach again", _SHUTDOWN_RETRY_S)
+        if writer.held((held := new()).event):
+            yield held
+        writer.finished(response.event, item)
+        yield response
+
+    async def _open(self, taken: Taken) -> Attachment:
+        """Submits and attaches as one: a client that goes in between must not leave a request behind that nobody reads."""
+        opening = asyncio.ensure_future(self._submit_and_attach(taken))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            leaving = asyncio.ensure_future(_close_once_open(opening))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            raise
+
+    async def _submit_and_attach(self, taken: Taken) -> Attachment:
+        submitted = await self._desk.submit(taken.request, taken.payload_digest)
+        return await self._desk.attach(submitted.request_id, 0)
+
+    async def _text_of(self, status: RequestStatus, token_ids: tuple[int, ...]) -> str:
+        """As a stream would have shown it by now."""
+        request = status.stored.request
+        text = self._desk.model(request.model).text.stream_of(request)
+        shown = await _feed(text, token_ids)
+        return shown + text.finish() if status.stored.state in TERMINAL else shown
+
+
+async def _close_once_open(opening: asyncio.Future[Attachment]) -> None:
+    await asyncio.wait([opening])
+    if opening.exception() is None:
+        await opening.result().chunks.aclose()
+
+
+async def _feed(text: TextStream, token_ids: tuple[int, ...]) -> str:
+    step = await asyncio.to_thread(text.feed, token_ids) if len(token_ids) > _MANY_TOKENS else text.feed(token_ids)
+    return step.text
+
+
+def read_reason(reason: str, default: str) -> str:
+    """Why a request is cancelled, for its record. Raises InvalidArgument when it is too long to keep."""
+    violations = Violations()
+    violations.require(len(reason) <= MAX_REASON_CHARS, "reason", f"must have at most {MAX_REASON_CHARS} characters")
+    violations.raise_any()
+    return reason or default
