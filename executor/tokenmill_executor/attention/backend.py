@@ -1,0 +1,71 @@
+"""The port of paged attention: what a model asks of the K and V cache, so that other kernels slot in.
+
+A backend owns the cache of all layers and its layout. Must not know: weights, sampling, sequences beyond the flat batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.runner import Batch, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a cache is made for. `scale` multiplies the scores: 1 / sqrt(head_dim)."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:
+        return cls(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.windows, dtype, device)
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def block_bytes(self, block_size: int) -> int:
+        """K and V of all layers for one block."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The parts of `Batch` that attention needs, as it has them: on the host, int32. `slots_on_device` is [T] int64."""
+
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    slots_on_device: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> AttentionBatch:
+        slots = torch.from_numpy(batch.slots.astype(np.int64)).to(device, non_blocking=True)
+        return cls(batch.query_starts, batch.context_lens, batch.block_tables, slots)
+
+
+class AttentionBackend(Protocol):
+    """Call `prepare` once a step, then for each layer `write_kv` before `attend`."""
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Makes the cache, dropping an earlier one."""
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Does what all layers of this step share."""
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores K and V, each [T, num_kv_heads, head_dim], of the step's tokens."""
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """[T, num_heads, head_dim] → the same shape. A token sees its sequence up to itself, or the layer's window of that."""

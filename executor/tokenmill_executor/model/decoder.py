@@ -1,0 +1,131 @@
+"""The Llama-family decoder as a torch forward pass over the flat batch: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+Must not know: sampling, sequences, where K and V lie (the attention backend does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own usage
+
+from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch
+from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.linear import Linear, make_linear
+from tokenmill_executor.model.rope import rotary_tables, rotate
+from tokenmill_executor.runner import Batch, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """`qkv` and `gate_up` are fused projections: their outputs lie side by side."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """Weights are read from `tensors` one layer at a time and kept in `dtype` on `device`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        attention: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        self.config = config
+        self._attention = attention
+        self._device = device
+        weights = _Weights(tensors, dtype, device)
+        self._embeddings = weights.get("model.embed_tokens.weight")
+        self._layers = [_load_layer(config, weights, layer) for layer in range(config.num_layers)]
+        self._norm = weights.get("model.norm.weight")
+        self._head = make_linear(self._embeddings if config.tie_word_embeddings else weights.get("lm_head.weight"))
+        # As transformers: angles in float32, cosines and sines rounded to the model's type.
+        self._cos, self._sin = (table.to(device, dtype) for table in rotary_tables(config, max_model_len))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32, on the device."""
+        self._attention.prepare(AttentionBatch.of(batch, self._device))
+        positions = self._to_device(batch.positions)
+        cos = self._cos.index_select(0, positions)[:, None]
+        sin = self._sin.index_select(0, positions)[:, None]
+        hidden = F.embedding(self._to_device(batch.token_ids), self._embeddings)
+        for index, layer in enumerate(self._layers):
+            hidden = hidden + self._attend(index, layer, self._normalize(hidden, layer.input_norm), cos, sin)
+            hidden = hidden + _mlp(layer, self._normalize(hidden, layer.mlp_norm))
+        last_tokens = batch.query_starts[batch.sample_rows + 1] - 1
+        hidden = hidden.index_select(0, self._to_device(last_tokens))
+        return self._head(self._normalize(hidden, self._norm)).float()
+
+    def _attend(self, index: int, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        heads = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
+        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = self._normalize(query, layer.q_norm), self._normalize(key, layer.k_norm)
+        self._attention.write_kv(index, rotate(key, cos, sin), value)
+        return layer.output(self._attention.attend(index, rotate(query, cos, sin)).flatten(1))
+
+    def _normalize(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm (Zhang and Sennrich 2019) over the last dimension, in float32 inside."""
+        return _rms_norm(rows, weight, self.config.rms_norm_eps)
+
+    def _to_device(self, indices: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)).to(self._device, non_blocking=True)
+
+
+def _mlp(layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+    """SwiGLU (Shazeer 2020)."""
+    gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
+    return layer.down(F.silu(gate) * up)
+
+
+def _rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = rows.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(rows.dtype)
+
+
+class _Weights:
+    """Reads tensors in the type and on the device to compute with."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+        self._device = device
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors[name].to(self._device, self._dtype)
+
+    def fused(self, prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
+        """Projections of the same input as one."""
+        weight = torch.cat([self.get(f"{prefix}.{name}.weight") for name in names])
+        return make_linear(weight, torch.cat([self.get(f"{prefix}.{name}.bias") for name in names]) if bias else None)
+
+
+def _load_layer(config: ModelConfig, weights: _Weights, index: int) -> _Layer:
+    prefix = f"model.layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return _Layer(
+        input_norm=weights.get(f"{prefix}.input_layernorm.weight"),
+        qkv=weights.fused(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        q_norm=weights.get(f"{attention}.q_norm.weight") if config.qk_norm else None,
+        k_norm=weights.get(f"{attention}.k_norm.weight") if config.qk_norm else None,
+        output=weights.fused(attention, ("o_proj",), config.o_bias),
+        mlp_norm=weights.get(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=weights.fused(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+        down=weights.fused(mlp, ("down_proj",), config.mlp_bias),
+    )
