@@ -1,0 +1,46 @@
+"""Addresses to listen on: HOST:PORT or unix:PATH, and the lock that keeps a second process off a unix path.
+
+Must not know: what is served there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from tokenmill_scheduler.settings import SettingsError
+
+_UNIX = "unix:"
+
+
+def lock_address(listen: str) -> int | None:
+    """For a unix path, takes a lock file beside it until the process ends and returns its descriptor.
+
+    A second bind on a unix path silently takes it from the first. Raises SettingsError if another process holds the lock.
+    """
+    if not listen.startswith(_UNIX):
+        return None
+    path = Path(listen.removeprefix(_UNIX) + ".lock")
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SettingsError(f"--listen {listen}: the lock file {path} cannot be made: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise SettingsError(f"another process listens on {listen}: stop it, or choose another --listen") from error
+    return descriptor
+
+
+def bound_address(listen: str, port: int) -> str:
+    """`listen` with the port that was really bound."""
+    return listen if listen.startswith(_UNIX) else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def write_port_file(path: Path, address: str) -> None:
+    """All at once, so that a reader never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(address)
+    part.replace(path)

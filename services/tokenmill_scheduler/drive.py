@@ -1,0 +1,58 @@
+"""One executor as it is driven in one epoch, with what its results tell. Must not know: the core's state, connections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenmill_scheduler.core.records import Blocks, Plan, Result
+from tokenmill_scheduler.desk import ExecutorStatus
+from tokenmill_scheduler.pacing import Pacer
+from tokenmill_scheduler.wire import ExecutorFacts
+
+
+class PlanSender(Protocol):
+    @property
+    def address(self) -> str: ...
+
+    def send(self, plan: Plan) -> None:
+        """Returns at once."""
+
+
+@dataclass(slots=True)
+class Drive:
+    """`joined_s` is Unix seconds; the pacer's times are those of the event loop. `blocks` stand as in the last result."""
+
+    link: PlanSender
+    facts: ExecutorFacts
+    epoch: int
+    pacer: Pacer
+    blocks: Blocks
+    joined_s: float
+    connected: bool = True
+    running: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.facts.description.name
+
+    def answered(self, result: Result, now_s: float) -> None:
+        self.pacer.answered(result.times, now_s)
+        self.blocks = result.blocks
+        self.running = len(result.num_computed) - result.num_computed.count(0)
+
+    def status(self, now_s: float) -> ExecutorStatus:
+        return ExecutorStatus(
+            name=self.name,
+            address=self.link.address,
+            model=self.facts.description.model,
+            connected=self.connected,
+            epoch=self.epoch,
+            device=self.facts.device,
+            block_size=self.facts.description.block_size,
+            blocks=self.blocks,
+            running=self.running if self.connected else 0,
+            steps=self.pacer.steps,
+            idle_share=self.pacer.idle_share(now_s),
+            joined_s=self.joined_s if self.connected else None,
+        )

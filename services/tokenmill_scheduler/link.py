@@ -1,0 +1,170 @@
+"""The way to one executor address: connects, describes, takes an epoch, carries plans, and connects again when lost.
+
+Must not know: the core, requests, SQL. What it learns goes to its `LinkOwner`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Protocol
+
+import grpc
+import structlog
+from tokenmill.executor.v1 import executor_pb2 as pb
+from tokenmill.executor.v1 import executor_pb2_grpc as pb_grpc
+
+from tokenmill_scheduler import wire
+from tokenmill_scheduler.core.records import Blocks, Plan, Result
+from tokenmill_scheduler.ledger.port import LedgerError
+from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost, describe_error
+
+CALL_TIMEOUT_S = 10.0
+TOKENIZER_TIMEOUT_S = 120.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+
+
+class Refused(Exception):
+    """The executor at this address does not fit beside those driven already. The text says why and what to do."""
+
+
+class LinkOwner(Protocol):
+    """Who drives the executor; called on the event loop's thread."""
+
+    def claim(self, link: ExecutorLink, facts: wire.ExecutorFacts) -> None:
+        """Keeps the executor's name for this link until `unclaim`. Raises Refused."""
+
+    def unclaim(self, link: ExecutorLink) -> None: ...
+
+    async def next_epoch(self, name: str, at_least: int) -> int: ...
+
+    def knows_tokenizer(self, digest: str) -> bool: ...
+
+    async def learn_tokenizer(self, digest: str, files: dict[str, bytes]) -> None:
+        """Raises ValueError when they are no tokenizer."""
+
+    def joined(self, link: ExecutorLink, facts: wire.ExecutorFacts, epoch: int, blocks: Blocks) -> None: ...
+
+    def answered(self, link: ExecutorLink, result: Result) -> None: ...
+
+    def lost(self, link: ExecutorLink, reason: str) -> None:
+        """Called once for each `joined`, unless fenced."""
+
+    def fenced(self, link: ExecutorLink, reason: str) -> None:
+        """Another scheduler drives this executor now; the link has given up."""
+
+
+class Backoff:
+    """Waits that double from FIRST_BACKOFF_S to MAX_BACKOFF_S, each shortened by up to half at random so that peers spread out."""
+
+    def __init__(self, random_source: random.Random) -> None:
+        self._random = random_source
+        self._next_s = FIRST_BACKOFF_S
+
+    def next_s(self) -> float:
+        wait_s, self._next_s = self._next_s, min(MAX_BACKOFF_S, self._next_s * 2)
+        return wait_s * self._random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        self._next_s = FIRST_BACKOFF_S
+
+
+class ExecutorLink:
+    def __init__(self, address: str, owner: LinkOwner, limits: SessionLimits, max_message_bytes: int) -> None:
+        self.address = address
+        self._owner = owner
+        self._limits = limits
+        self._options = channel_options(max_message_bytes)
+        self._backoff = Backoff(random.Random())
+        self._session: Session | None = None
+        self._leaving = False
+        self._log = structlog.get_logger(__name__).bind(address=address)
+
+    async def run(self) -> None:
+        """Keeps the executor driven until `leave`, or until another scheduler takes it."""
+        last_trouble = ""
+        while not self._leaving:
+            try:
+                await self._drive()
+                last_trouble = ""
+            except Fenced as fence:
+                self._owner.fenced(self, str(fence))
+                return
+            except (SessionLost, Refused, LedgerError, wire.ProtocolError) as trouble:
+                # The same trouble again is worth no new warning.
+                level = "debug" if str(trouble) == last_trouble else "warning"
+                last_trouble = str(trouble)
+                getattr(self._log, level)("executor not driven", reason=last_trouble)
+            if not self._leaving:
+                await asyncio.sleep(self._backoff.next_s())
+
+    def send(self, plan: Plan) -> None:
+        """Returns at once. A plan sent when the session is over is lost with it."""
+        if self._session is not None:
+            self._session.send(plan)
+
+    def leave(self) -> None:
+        """Says goodbye to the executor; `run` returns once it has answered what is out."""
+        self._leaving = True
+        if self._session is not None:
+            self._session.leave()
+
+    async def _drive(self) -> None:
+        """One epoch, from connecting to its end."""
+        try:
+            await self._drive_on_channel()
+        finally:
+            self._owner.unclaim(self)
+
+    async def _drive_on_channel(self) -> None:
+        async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
+            stub: pb_grpc.ExecutorServiceAsyncStub = pb_grpc.ExecutorServiceStub(channel)
+            try:
+                facts = wire.facts(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S))
+                self._owner.claim(self, facts)
+                await self._learn_tokenizer(stub, facts.tokenizer_digest)
+            except (grpc.aio.AioRpcError, ValueError) as error:
+                raise SessionLost(describe_error(error)) from None
+            epoch = await self._owner.next_epoch(facts.description.name, facts.epoch + 1)
+            session = Session(stub, epoch, self._limits)
+            blocks = await session.greet()
+            await self._serve(session, facts, blocks)
+
+    async def _learn_tokenizer(self, stub: pb_grpc.ExecutorServiceAsyncStub, digest: str) -> None:
+        if not self._owner.knows_tokenizer(digest):
+            pieces = [piece async for piece in stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=TOKENIZER_TIMEOUT_S)]
+            await self._owner.learn_tokenizer(digest, wire.tokenizer_files(pieces))
+
+    async def _serve(self, session: Session, facts: wire.ExecutorFacts, blocks: Blocks) -> None:
+        self._backoff.reset()
+        self._session = session
+        self._owner.joined(self, facts, session.epoch, blocks)
+        if self._leaving:
+            session.leave()
+        reason = "goodbye"
+        try:
+            await session.serve(lambda result: self._owner.answered(self, result))
+        except SessionLost as lost:
+            reason = str(lost)
+            raise
+        except Fenced:
+            reason = ""
+            raise
+        finally:
+            self._session = None
+            if reason:
+                self._owner.lost(self, reason)
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # Heartbeats tell a frozen executor from a busy one; keepalive only clears away connections whose peer is gone.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Each attempt connects afresh at our own pace, not at that of a failed connection kept by the library.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]

@@ -1,0 +1,126 @@
+"""The requests that have not ended, as the loop sees them: what the core last said of each, and its output.
+
+Two views in one record: `state` and `feed.tokens` follow the core at once; `feed.committed` and `feed.ended` follow the ledger.
+Must not know: protobuf, SQL, executors' connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from tokenmill_scheduler.core.records import TokensGenerated, Transitioned, Updated
+from tokenmill_scheduler.core.request import TERMINAL, Request, State
+from tokenmill_scheduler.desk import Ended, Unavailable
+from tokenmill_scheduler.ledger.port import Record
+from tokenmill_scheduler.streams import Feed
+from tokenmill_scheduler.text.model import TextStream
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """`text` watches for stop strings; it has been fed the first `text_fed` tokens of `feed`."""
+
+    request: Request
+    state: State
+    feed: Feed
+    text: TextStream | None = None
+    text_fed: int = 0
+
+
+class LiveRequests:
+    def __init__(self) -> None:
+        self._by_id: dict[str, LiveRequest] = {}
+        # Requests that need a reader and have had none, by since when (Unix seconds), oldest first.
+        self._orphans: dict[str, float] = {}
+        self.with_stop_strings = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[tuple[str, LiveRequest]]:
+        return iter(self._by_id.items())
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        return self._by_id.get(request_id)
+
+    def add(self, live: LiveRequest, now_s: float) -> None:
+        request_id = live.request.request_id
+        assert request_id not in self._by_id
+        self._by_id[request_id] = live
+        if not live.request.detached:
+            self._orphans[request_id] = now_s
+        self.with_stop_strings += bool(live.request.stop)
+
+    def happened(self, records: Iterable[Record]) -> None:
+        """The core said so; nothing of it may be told yet."""
+        for record in records:
+            match record:
+                case Transitioned():
+                    self._transitioned(record)
+                case TokensGenerated():
+                    self._generated(record)
+                case Updated(request_id, priority, deadline_s):
+                    live = self._by_id[request_id]
+                    live.request = _updated(live.request, priority, deadline_s)
+
+    def committed(self, records: Iterable[Record]) -> None:
+        """It is durable: readers may see it."""
+        for record in records:
+            match record:
+                case TokensGenerated():
+                    for request_id, first, count in zip(record.request_ids, record.first_indexes, record.counts, strict=True):
+                        self._by_id[request_id].feed.commit(first + count)
+                case Transitioned() if record.after in TERMINAL:
+                    self._ended(record)
+
+    def reader_came(self, request_id: str) -> None:
+        self._orphans.pop(request_id, None)
+
+    def reader_left(self, request_id: str) -> bool:
+        """True if the request needs a reader to go on and this was its last. One that has ended is forgotten with its last reader."""
+        live = self._by_id.get(request_id)
+        if live is None or live.feed.readers:
+            return False
+        if live.feed.ended is not None:
+            del self._by_id[request_id]
+        return live.state not in TERMINAL and not live.request.detached
+
+    def orphans_since(self, before_s: float) -> list[str]:
+        """Requests that have had no reader, though they need one, since before this time."""
+        return [request_id for request_id, _ in takewhile(lambda item: item[1] < before_s, self._orphans.items())]
+
+    def close_streams(self, reason: Unavailable) -> None:
+        for live in self._by_id.values():
+            live.feed.close(reason)
+
+    def _transitioned(self, record: Transitioned) -> None:
+        live = self._by_id[record.request_id]
+        live.state = record.after
+        if record.after in TERMINAL:
+            self.with_stop_strings -= bool(live.request.stop)
+            live.text = None
+            self._orphans.pop(record.request_id, None)
+
+    def _generated(self, record: TokensGenerated) -> None:
+        at = 0
+        for request_id, count in zip(record.request_ids, record.counts, strict=True):
+            self._by_id[request_id].feed.append(record.token_ids[at : at + count], record.logprobs.get(request_id, ()))
+            at += count
+
+    def _ended(self, record: Transitioned) -> None:
+        live = self._by_id[record.request_id]
+        assert record.finish_reason is not None
+        feed = live.feed
+        feed.end(Ended(record.after, record.finish_reason, feed.committed, record.error, record.error_code))
+        if not feed.readers:
+            del self._by_id[record.request_id]
+
+
+def _updated(request: Request, priority: int | None, deadline_s: float | None) -> Request:
+    return replace(
+        request,
+        priority=request.priority if priority is None else priority,
+        deadline_s=request.deadline_s if deadline_s is None else deadline_s,
+    )

@@ -1,0 +1,299 @@
+"""The one owner of the core: every event goes in here, every effect is carried out here, on the event loop's thread.
+
+    gRPC ──► service ──► Loop ◄──► core           records ──► ledger writer ──► (durable) ──► feeds ──► readers
+    executors ◄──► links ◄──┘                     plans ────► links, at once
+
+Plans need no commit and never wait for the disk, but while the writer's backlog is full no new ones are made. Tokens and ends reach
+readers only once they are durable: commit, then tell. A failure in here is a bug or a lost lease: the loop stops for good
+(`failure`), the process ends, and the next one takes the requests up from the ledger.
+
+Must not know: protobuf, SQL, what clients see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core.records import Event, PlanIssued, Result, TextStop
+from tokenmill_scheduler.core.request import Request, State
+from tokenmill_scheduler.core.scheduler import Scheduler
+from tokenmill_scheduler.desk import Load
+from tokenmill_scheduler.drive import Drive
+from tokenmill_scheduler.ledger.port import Outcome, Record, StoredOutput
+from tokenmill_scheduler.live import LiveRequest, LiveRequests
+from tokenmill_scheduler.pacing import StepShape
+from tokenmill_scheduler.streams import Feed
+from tokenmill_scheduler.text.model import TextModel, TextStream
+
+TICK_S = 0.1
+# A wake-up that has passed already but waits for an executor is not looked at in a busy loop.
+MIN_WAKEUP_S = 0.005
+
+
+class RecordWriter(Protocol):
+    """The way to the ledger; `ledger.LedgerWriter` in production. Used on the event loop's thread."""
+
+    @property
+    def saturated(self) -> bool:
+        """The backlog is at its bound: nothing that makes more records should be started."""
+
+    @property
+    def healthy(self) -> bool: ...
+
+    @property
+    def backlog(self) -> int: ...
+
+    def append(self, records: Sequence[Record]) -> asyncio.Future[list[Outcome]]:
+        """In order; the future is done once they are durable. It fails only when they can never be written."""
+
+
+class UnixClock:
+    """Unix seconds that never go back."""
+
+    def __init__(self) -> None:
+        self._last_s = 0.0
+
+    def __call__(self) -> float:
+        self._last_s = max(self._last_s, time.time())
+        return self._last_s
+
+
+class Loop:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        writer: RecordWriter,
+        text_model: Callable[[str], TextModel],
+        orphan_grace_s: float,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`text_model` gives the text side of a model by name; a result of that model only comes once it is known."""
+        self.clock = clock or UnixClock()
+        self.live = LiveRequests()
+        self.drives: dict[str, Drive] = {}
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ticked_s = self.clock()
+        self._scheduler = scheduler
+        self._writer = writer
+        self._text_model = text_model
+        self._orphan_grace_s = orphan_grace_s
+        self._planning = True
+        self._pump_handle: asyncio.Handle | None = None
+        self._pump_is_soon = False
+        self._result_seen = asyncio.Event()
+        self._last_commit: asyncio.Future[list[Outcome]] | None = None
+        self._log = structlog.get_logger(__name__)
+
+    # ---- requests --------------------------------------------------------------------------------------------------------------
+
+    def accept(self, request: Request) -> None:
+        """Takes up a request that has just become durable."""
+        self.live.add(LiveRequest(request, State.WAITING, Feed()), self.clock())
+        self.handle(core.Submitted(request))
+
+    def resume(self, request: Request, state: State, output: StoredOutput) -> None:
+        """Takes up a request of an earlier process from its stored tokens."""
+        feed = Feed(output.token_ids, output.logprobs)
+        self.live.add(LiveRequest(request, state, feed), self.clock())
+        self.handle(core.Submitted(request, output.token_ids, state))
+
+    def handle(self, event: Event) -> None:
+        """One event through the core; its effects are under way on return, and a plan that they make possible is soon asked for."""
+        self._apply(event)
+        self._pump_soon()
+
+    async def durable(self) -> None:
+        """Returns once all that has happened so far is durable."""
+        if self._last_commit is not None:
+            await asyncio.shield(self._last_commit)
+
+    # ---- executors -------------------------------------------------------------------------------------------------------------
+
+    def joined(self, drive: Drive) -> None:
+        self.drives[drive.name] = drive
+        self.handle(core.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks))
+
+    def answered(self, drive: Drive, result: Result) -> None:
+        drive.answered(result, _now())
+        self._apply(core.ResultArrived(drive.name, result, self._text_stops(drive.name, result)))
+        self._result_seen.set()
+        # The executor may have nothing to do from here on: no waiting for the next turn of the event loop.
+        self._pump()
+
+    def lost(self, drive: Drive, reason: str) -> None:
+        drive.connected = False
+        self._result_seen.set()
+        if self._planning:
+            self.handle(core.ExecutorLost(drive.name, drive.epoch, reason))
+
+    # ---- what there is to see --------------------------------------------------------------------------------------------------
+
+    def wait_reason(self, request_id: str) -> str:
+        return self._scheduler.wait_reason(request_id)
+
+    def load(self) -> Load:
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        return Load(
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+            kv_cache_usage=scheduler.kv_cache_usage,
+            batch_occupancy=counters.occupancy_sum / counters.steps if counters.steps else 0.0,
+            preemptions=counters.preemptions,
+            output_tokens=counters.output_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            steps=counters.steps,
+            stale_results=counters.stale_results,
+            no_blocks=counters.no_blocks,
+            ledger_backlog=self._writer.backlog,
+            batching=scheduler.config.batching,
+            policy=scheduler.config.policy,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    # ---- life ------------------------------------------------------------------------------------------------------------------
+
+    async def tick(self) -> None:
+        """Until cancelled: shows that the loop lives, and cancels requests whose client never came back."""
+        while True:
+            self.ticked_s = self.clock()
+            if self._planning:
+                for request_id in self.live.orphans_since(self.ticked_s - self._orphan_grace_s):
+                    self.handle(core.Cancelled(request_id, "its client did not come back"))
+            await asyncio.sleep(TICK_S)
+
+    async def stop_planning(self) -> None:
+        """No new plans from here on. Returns when the results of all plans out are in."""
+        self._planning = False
+        while any(drive.connected and drive.pacer.plans_out for drive in self.drives.values()):
+            self._result_seen.clear()
+            await self._result_seen.wait()
+
+    # ---- carrying out ----------------------------------------------------------------------------------------------------------
+
+    def _apply(self, event: Event) -> bool:
+        """True if a plan was issued."""
+        try:
+            effects = self._scheduler.handle(event, self.clock())
+            plans = [effect for effect in effects if isinstance(effect, PlanIssued)]
+            for issued in plans:
+                self._send(issued)
+            if len(plans) < len(effects):
+                self._record([effect for effect in effects if not isinstance(effect, PlanIssued)])
+        except Exception as error:
+            self.fail(error)
+            raise
+        return bool(plans)
+
+    def _send(self, issued: PlanIssued) -> None:
+        drive = self.drives[issued.executor]
+        drive.link.send(issued.plan)
+        drive.pacer.sent(StepShape.of(issued.plan), _now())
+        self._log.debug("plan sent", executor=issued.executor, epoch=issued.plan.epoch, plan=issued.plan.plan_id)
+
+    def _record(self, records: Sequence[Record]) -> None:
+        self.live.happened(records)
+        self._last_commit = self._writer.append(records)
+        self._last_commit.add_done_callback(partial(self._committed, records))
+
+    def _committed(self, records: Sequence[Record], commit: asyncio.Future[list[Outcome]]) -> None:
+        if commit.cancelled():
+            return
+        if error := commit.exception():
+            self.fail(error)
+            return
+        self.live.committed(records)
+        self._pump_soon()
+
+    def fail(self, error: BaseException) -> None:
+        self._planning = False
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    # ---- planning --------------------------------------------------------------------------------------------------------------
+
+    def _pump_soon(self) -> None:
+        """Asks for plans once the events of this turn of the event loop are all in."""
+        if not self._pump_is_soon:
+            self._set_pump(asyncio.get_running_loop().call_soon(self._pump))
+            self._pump_is_soon = True
+
+    def _set_pump(self, handle: asyncio.Handle | None) -> None:
+        if self._pump_handle is not None:
+            self._pump_handle.cancel()
+        self._pump_handle = handle
+        self._pump_is_soon = False
+
+    def _pump(self) -> None:
+        """Asks the core for every plan that is due, and comes back when the next one will be, or when time alone matters."""
+        self._set_pump(None)
+        if not self._planning:
+            return
+        if (wait_s := self._until_wakeup()) is not None and wait_s <= 0:
+            self._apply(core.Tick())
+        times_s = []
+        if not self._writer.saturated:
+            times_s = [due_s for drive in self.drives.values() if (due_s := self._plan(drive)) is not None]
+        if (wait_s := self._until_wakeup()) is not None:
+            times_s.append(_now() + max(wait_s, MIN_WAKEUP_S))
+        if times_s:
+            self._set_pump(asyncio.get_running_loop().call_at(min(times_s), self._pump))
+
+    def _plan(self, drive: Drive) -> float | None:
+        """Issues what is due at this executor; returns when to ask again, None if only an event can change that."""
+        while drive.connected and (due_s := drive.pacer.due_s(now_s := _now())) is not None:
+            if due_s > now_s:
+                return due_s
+            if not self._apply(core.PlanDue(drive.name)):
+                drive.pacer.declined()
+                return None
+        return None
+
+    def _until_wakeup(self) -> float | None:
+        wakeup_s = self._scheduler.next_wakeup_s()
+        return None if wakeup_s is None else wakeup_s - self.clock()
+
+    # ---- stop strings ----------------------------------------------------------------------------------------------------------
+
+    def _text_stops(self, executor: str, result: Result) -> dict[int, TextStop]:
+        """Judges the text of the requests in a result that have stop strings, before the core sees the result."""
+        stops: dict[int, TextStop] = {}
+        if not self.live.with_stop_strings:
+            return stops
+        at = 0
+        for sequence_id, count in zip(result.sequence_ids, result.num_sampled, strict=True):
+            tokens, at = result.token_ids[at : at + count], at + count
+            live = self._live_owner(executor, sequence_id) if count else None
+            if live is not None and live.request.stop:
+                stopped_after = self._text(live).feed(tokens).stopped_after
+                live.text_fed += count
+                if stopped_after is not None:
+                    stops[sequence_id] = TextStop(stopped_after)
+        return stops
+
+    def _live_owner(self, executor: str, sequence_id: int) -> LiveRequest | None:
+        request_id = self._scheduler.owner(executor, sequence_id)
+        return None if request_id is None else self.live.get(request_id)
+
+    def _text(self, live: LiveRequest) -> TextStream:
+        """The request's text so far; made again from its tokens after a restart, or when the core kept fewer than it was fed."""
+        if live.text is None or live.text_fed != len(live.feed.tokens):
+            live.text = self._text_model(live.request.model).stream_of(live.request)
+            live.text.feed(live.feed.tokens)
+            live.text_fed = len(live.feed.tokens)
+        return live.text
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,168 @@
+"""The scheduler as a process: takes up what was left, serves until told to stop, leaves nothing half told.
+
+Must not know: how requests are scheduled or stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from tokenmill.admin.v1 import admin_pb2, admin_pb2_grpc
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from tokenmill_scheduler.address import bound_address, lock_address, write_port_file
+from tokenmill_scheduler.core.scheduler import Scheduler
+from tokenmill_scheduler.desk import Unavailable
+from tokenmill_scheduler.executors import Executors
+from tokenmill_scheduler.health import ALIVE_WITHIN_S, LIVENESS, Health
+from tokenmill_scheduler.intake import Intake
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.writer import LedgerWriter
+from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.models import Models
+from tokenmill_scheduler.recovery import recover
+from tokenmill_scheduler.service import RETRY_DELAY_S, Service
+from tokenmill_scheduler.servicers.admin import AdminServicer
+from tokenmill_scheduler.servicers.errors import ErrorInterceptor
+from tokenmill_scheduler.servicers.inference import InferenceServicer
+from tokenmill_scheduler.session import SessionLimits
+from tokenmill_scheduler.settings import Settings, SettingsError
+
+log = structlog.get_logger(__name__)
+
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+# What the last messages may take to reach their clients once all streams have ended.
+LAST_WORDS_S = 1.0
+# Young objects to gather before the collector looks at them, and how much rarer it looks at older ones.
+GC_THRESHOLDS = (50_000, 20, 100)
+
+
+class SchedulerServer:
+    """The gRPC server and all behind it, over a ledger that the caller opens and closes."""
+
+    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._writer = LedgerWriter(ledger)
+        self._models = Models()
+        self.loop = Loop(
+            Scheduler(settings.scheduler), self._writer, lambda model: self._models.find(model).text, settings.reattach_grace_s
+        )
+        self._health = Health(SERVICES, self._not_ready, self._not_alive)
+        self.executors = Executors(
+            settings.executors,
+            self.loop,
+            self._models,
+            ledger,
+            SessionLimits(settings.step_timeout_s, settings.heartbeat_timeout_s),
+            settings.max_message_bytes,
+            self._health.changed,
+        )
+        self.service = Service(settings.max_queue_len, self.loop, self._models, self.executors, ledger, self._writer)
+        self._stopping = False
+        self._server = self._make_server()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.address = ""
+
+    async def start(self) -> None:
+        """Raises SettingsError when the address cannot be had."""
+        await recover(self._ledger, self.loop)
+        try:
+            port = self._server.add_insecure_port(self._settings.listen)
+        except RuntimeError as error:
+            raise SettingsError(f"--listen {self._settings.listen} cannot be bound: choose a free address") from error
+        self.address = bound_address(self._settings.listen, port)
+        self._tasks = [asyncio.create_task(self.loop.tick()), asyncio.create_task(self._health.watch())]
+        await self._server.start()
+        self.executors.start()
+
+    async def stop(self) -> None:
+        """Plans that are out come back and are made durable; streams are told to attach again; requests stay in the ledger."""
+        grace_s = self._settings.grace_period_s
+        self._stopping = True
+        self.service.close()
+        await self._health.shut_down()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.loop.stop_planning(), grace_s)
+        await self.executors.leave(LAST_WORDS_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._writer.close(), max(grace_s, LAST_WORDS_S))
+        self.loop.live.close_streams(Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S))
+        await self._server.stop(LAST_WORDS_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _not_ready(self) -> str:
+        if self._stopping:
+            return "shutting down"
+        if not self._writer.healthy:
+            return "the database cannot be written"
+        return "" if self.executors.any_connected else "no executor is connected"
+
+    def _not_alive(self) -> str:
+        if self.loop.failure.done():
+            return "the loop has failed"
+        return "" if self.loop.clock() - self.loop.ticked_s < ALIVE_WITHIN_S else "the loop stands still"
+
+    def _make_server(self) -> grpc.aio.Server:
+        max_message_bytes = self._settings.max_message_bytes
+        server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()],
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                # Without this a second server would silently share the port.
+                ("grpc.so_reuseport", 0),
+                # A client whose host is gone is noticed; one may itself ping an idle stream once a second.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+            ],
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.service, Intake(self.service)), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.service), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        return server
+
+
+async def serve(settings: Settings, ledger: Ledger) -> int:
+    """Runs until SIGTERM or SIGINT (0) or until the loop fails (1). Raises SettingsError for an operator's mistake."""
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+    lock_address(settings.listen)
+    server = SchedulerServer(settings, ledger)
+    await server.start()
+    if settings.port_file is not None:
+        write_port_file(settings.port_file, server.address)
+    log.info("ready", address=server.address, executors=list(settings.executors), liveness_service=LIVENESS)
+    _keep_collector_off_the_hot_path()
+    server.loop.failure.add_done_callback(lambda _: told_to_stop.set())
+    await told_to_stop.wait()
+    error = server.loop.failure.exception() if server.loop.failure.done() else None
+    if error is not None:
+        log.critical("the loop failed; requests are in the ledger", exc_info=error)
+    log.info("stopping")
+    await server.stop()
+    log.info("stopped")
+    return 1 if error is not None else 0
+
+
+def _keep_collector_off_the_hot_path() -> None:
+    """What start-up made is never looked at again, and the collector runs rarely: steps make little garbage that has cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)

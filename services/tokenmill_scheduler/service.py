@@ -1,0 +1,241 @@
+"""The desk: what servicers may ask, answered from the loop, which owns the live requests, and the ledger, which owns the truth.
+
+Reads go to the ledger in a thread. What readers are told is durable first, so a read is never older than what was told.
+Must not know: protobuf, SQL, the plan protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core.request import TERMINAL, Request
+from tokenmill_scheduler.desk import (
+    Attachment,
+    Cancellation,
+    Ended,
+    ExecutorStatus,
+    Load,
+    QueueFull,
+    RequestEnded,
+    RequestExists,
+    RequestStatus,
+    ServedModel,
+    Submitted,
+    Unavailable,
+    UnknownRequest,
+)
+from tokenmill_scheduler.executors import Executors
+from tokenmill_scheduler.ledger.port import (
+    Ledger,
+    LedgerUnavailable,
+    Outcome,
+    RequestPage,
+    RequestQuery,
+    StoredOutput,
+    StoredRequest,
+    StoredTransition,
+    Submission,
+)
+from tokenmill_scheduler.live import LiveRequest
+from tokenmill_scheduler.loop import Loop, RecordWriter
+from tokenmill_scheduler.models import Models
+from tokenmill_scheduler.streams import Feed, FeedReader, check_index
+
+T = TypeVar("T")
+RETRY_DELAY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A submission on its way to disk."""
+
+    payload_digest: bytes
+    commit: asyncio.Future[list[Outcome]]
+
+
+class Service:
+    """Implements `Desk`."""
+
+    def __init__(
+        self,
+        max_queue_len: int,
+        loop: Loop,
+        models: Models,
+        executors: Executors,
+        ledger: Ledger,
+        writer: RecordWriter,
+    ) -> None:
+        self._max_queue_len = max_queue_len
+        self._loop = loop
+        self._models = models
+        self._executors = executors
+        self._ledger = ledger
+        self._writer = writer
+        self._arriving: dict[str, _Arrival] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """No submits or changes from here on; a reader's leaving cancels nothing any more."""
+        self._closed = True
+
+    def model(self, name: str) -> ServedModel:
+        return self._models.find(name)
+
+    def models(self) -> tuple[ServedModel, ...]:
+        return self._models.all()
+
+    # ---- submit ----------------------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
+        self._check_open()
+        earlier = self._arriving.get(request.request_id)
+        if earlier is None:
+            return await self._submit_first(request, payload_digest)
+        (outcome,) = await asyncio.shield(earlier.commit)
+        if outcome is Outcome.CONFLICT:
+            # The earlier one was not what the ledger holds under this id; this one may be.
+            return await self.submit(request, payload_digest)
+        if earlier.payload_digest != payload_digest:
+            raise _exists(request.request_id)
+        return Submitted(request.request_id, joined=True)
+
+    async def _submit_first(self, request: Request, payload_digest: bytes) -> Submitted:
+        request_id = request.request_id
+        if self._loop.live.get(request_id) is None:
+            self._check_queue()
+        commit = self._writer.append([Submission(request, payload_digest)])
+        self._arriving[request_id] = _Arrival(payload_digest, commit)
+        # Not in this coroutine, which ends with its call: a request that is durable reaches the core whatever became of its client.
+        commit.add_done_callback(partial(self._arrived, request))
+        (outcome,) = await asyncio.shield(commit)
+        if outcome is Outcome.CONFLICT:
+            raise _exists(request_id)
+        return Submitted(request_id, joined=outcome is Outcome.JOINED)
+
+    def _arrived(self, request: Request, commit: asyncio.Future[list[Outcome]]) -> None:
+        del self._arriving[request.request_id]
+        if commit.cancelled():
+            return
+        if error := commit.exception():
+            self._loop.fail(error)
+        elif commit.result() == [Outcome.WRITTEN]:
+            self._loop.accept(request)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the scheduler is shutting down", RETRY_DELAY_S)
+        if not self._writer.healthy:
+            raise Unavailable("the database cannot be written for now", RETRY_DELAY_S)
+
+    def _check_queue(self) -> None:
+        queued = self._loop.num_waiting + len(self._arriving)
+        if queued >= self._max_queue_len:
+            raise QueueFull(f"{queued} requests are queued, the most that --max-queue-len allows", RETRY_DELAY_S)
+
+    async def _arrival_over(self, request_id: str) -> None:
+        if arrival := self._arriving.get(request_id):
+            await asyncio.shield(arrival.commit)
+
+    # ---- streams ---------------------------------------------------------------------------------------------------------------
+
+    async def attach(self, request_id: str, next_index: int) -> Attachment:
+        found = await self._look_up(request_id)
+        if isinstance(found, LiveRequest):
+            reader = FeedReader(found.feed, next_index, partial(self._reader_left, request_id))
+            self._loop.live.reader_came(request_id)
+            return Attachment(found.request, tuple(found.feed.tokens[:next_index]), reader)
+        output = await self._read(self._ledger.output, request_id)
+        check_index(next_index, len(output.token_ids))
+        feed = Feed(output.token_ids, output.logprobs)
+        feed.end(_ended(found))
+        return Attachment(found.request, output.token_ids[:next_index], FeedReader(feed, next_index, lambda: None))
+
+    def _reader_left(self, request_id: str) -> None:
+        if self._loop.live.reader_left(request_id) and not self._closed:
+            self._loop.handle(core.Cancelled(request_id, "its client left"))
+
+    # ---- changes ---------------------------------------------------------------------------------------------------------------
+
+    async def cancel(self, request_id: str, reason: str) -> Cancellation:
+        found = await self._look_up(request_id)
+        if not isinstance(found, LiveRequest):
+            return Cancellation(found.state, already_ended=True)
+        already_ended = found.state in TERMINAL
+        if not already_ended:
+            self._check_open()
+            self._loop.handle(core.Cancelled(request_id, reason))
+        await self._loop.durable()
+        return Cancellation(found.state, already_ended)
+
+    async def update(self, request_id: str, priority: int | None, deadline_s: float | None) -> RequestStatus:
+        found = await self._look_up(request_id)
+        if found.state in TERMINAL:
+            raise RequestEnded(f"request {request_id} has ended: {found.state}")
+        self._check_open()
+        self._loop.handle(core.Updated(request_id, priority, deadline_s))
+        await self._loop.durable()
+        return await self.status(request_id)
+
+    # ---- reads -----------------------------------------------------------------------------------------------------------------
+
+    async def status(self, request_id: str) -> RequestStatus:
+        await self._arrival_over(request_id)
+        return RequestStatus(await self._find(request_id), self.wait_reason(request_id))
+
+    async def output(self, request_id: str) -> StoredOutput:
+        await self._find(request_id)
+        return await self._read(self._ledger.output, request_id)
+
+    async def transitions(self, request_id: str) -> tuple[StoredTransition, ...]:
+        await self._find(request_id)
+        return await self._read(self._ledger.transitions, request_id)
+
+    async def query(self, query: RequestQuery) -> RequestPage:
+        return await self._read(self._ledger.query, query)
+
+    def wait_reason(self, request_id: str) -> str:
+        return self._loop.wait_reason(request_id)
+
+    def executors(self) -> tuple[ExecutorStatus, ...]:
+        return self._executors.statuses()
+
+    def load(self) -> Load:
+        return self._loop.load()
+
+    async def _look_up(self, request_id: str) -> LiveRequest | StoredRequest:
+        """The live request, or else the ended one from the ledger. Raises UnknownRequest."""
+        await self._arrival_over(request_id)
+        # It can end between the look at the live requests and that at the ledger, or arrive: then the second look finds it.
+        for _ in range(2):
+            if (live := self._loop.live.get(request_id)) is not None:
+                return live
+            stored = await self._find(request_id)
+            if stored.state in TERMINAL:
+                return stored
+        raise Unavailable(f"request {request_id} is changing; ask again", RETRY_DELAY_S)
+
+    async def _find(self, request_id: str) -> StoredRequest:
+        stored = await self._read(self._ledger.find, request_id)
+        if stored is None:
+            raise UnknownRequest(f"there is no request {request_id}")
+        return stored
+
+    async def _read(self, read: Callable[..., T], *arguments: object) -> T:
+        try:
+            return await asyncio.to_thread(read, *arguments)
+        except LedgerUnavailable as error:
+            raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error
+
+
+def _exists(request_id: str) -> RequestExists:
+    return RequestExists(f"request {request_id} exists with another payload")
+
+
+def _ended(stored: StoredRequest) -> Ended:
+    assert stored.finish_reason is not None
+    return Ended(stored.state, stored.finish_reason, stored.num_output_tokens, stored.error, stored.error_code)

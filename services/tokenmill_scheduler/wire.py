@@ -1,0 +1,188 @@
+"""The plan protocol's messages to and from the core's records. Protobuf of `tokenmill.executor.v1` stops here.
+
+Columns go over whole, without a Python object a sequence. Must not know: connections, requests, the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from tokenmill.executor.v1 import executor_pb2 as pb
+
+from tokenmill_scheduler.core.records import (
+    Admission,
+    Blocks,
+    ExecutorDescription,
+    Fault,
+    Plan,
+    Result,
+    SequenceFault,
+    StepTimes,
+    TokenLogprobs,
+)
+from tokenmill_scheduler.core.request import Sampling
+
+
+class ProtocolError(Exception):
+    """An executor sent what the plan protocol does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorFacts:
+    """What an executor says of itself: for the core, for clients and for operators. `epoch` is the highest it has seen."""
+
+    description: ExecutorDescription
+    tokenizer_digest: str
+    vocab_size: int
+    device: str
+    epoch: int
+    version: str
+
+
+class Codec:
+    """Encodes the plans and decodes the results of one epoch.
+
+    A result's log probabilities are a flat column over the sequences that asked for them, so the codec keeps which those are.
+    """
+
+    def __init__(self) -> None:
+        self._with_logprobs: set[int] = set()
+        self._releases: dict[int, tuple[int, ...]] = {}
+
+    def encode(self, plan: Plan) -> pb.RunRequest:
+        self._with_logprobs.update(a.sequence_id for a in plan.admit if a.sampling.logprobs is not None)
+        if plan.release and self._with_logprobs:
+            self._releases[plan.plan_id] = plan.release
+        return pb.RunRequest(
+            plan=pb.Plan(
+                epoch=plan.epoch,
+                plan_id=plan.plan_id,
+                release=plan.release,
+                admit=[_admission(admission) for admission in plan.admit],
+                advance_sequence_ids=plan.advance_sequence_ids,
+                advance_max_tokens=plan.advance_max_tokens,
+            )
+        )
+
+    def decode(self, message: pb.Result) -> Result:
+        """Raises ProtocolError when columns do not fit together."""
+        result = Result(
+            epoch=message.epoch,
+            plan_id=message.plan_id,
+            sequence_ids=tuple(message.sequence_ids),
+            num_computed=tuple(message.num_computed),
+            num_sampled=tuple(message.num_sampled),
+            token_ids=tuple(message.token_ids),
+            finishes=tuple(message.finishes),
+            blocks=blocks(message.blocks),
+            faults={fault.sequence_id: _fault(fault) for fault in message.faults},
+            logprobs=self._logprobs(message),
+            times=_times(message.times),
+        )
+        _check_columns(result)
+        self._with_logprobs.difference_update(self._releases.pop(result.plan_id, ()))
+        return result
+
+    def _logprobs(self, message: pb.Result) -> dict[int, tuple[TokenLogprobs, ...]]:
+        if not message.logprobs:
+            return {}
+        entries = [_token_logprobs(entry) for entry in message.logprobs]
+        by_sequence: dict[int, tuple[TokenLogprobs, ...]] = {}
+        at = 0
+        for sequence_id, count in zip(message.sequence_ids, message.num_sampled, strict=True):
+            if count and sequence_id in self._with_logprobs:
+                by_sequence[sequence_id] = tuple(entries[at : at + count])
+                at += count
+        if at != len(entries):
+            raise ProtocolError(f"result {message.plan_id} has {len(entries)} log probabilities where {at} were asked for")
+        return by_sequence
+
+
+def blocks(message: pb.Blocks) -> Blocks:
+    return Blocks(free=message.free, cached=message.cached, held=message.held)
+
+
+def facts(message: pb.DescribeResponse) -> ExecutorFacts:
+    """Raises ProtocolError when a limit that planning needs is missing or zero."""
+    limits = ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth")
+    missing = [name for name in ("name", "model", *limits) if not getattr(message, name)]
+    if missing:
+        raise ProtocolError(f"the executor describes itself without {', '.join(missing)}")
+    return ExecutorFacts(
+        description=ExecutorDescription(
+            name=message.name, model=message.model, **{name: getattr(message, name) for name in limits}
+        ),
+        tokenizer_digest=message.tokenizer_digest,
+        vocab_size=message.vocab_size,
+        device=message.device,
+        epoch=message.epoch,
+        version=message.version,
+    )
+
+
+def tokenizer_files(pieces: Iterable[pb.GetTokenizerResponse]) -> dict[str, bytes]:
+    """Joins the pieces of each file, in order."""
+    parts: dict[str, list[bytes]] = {}
+    for piece in pieces:
+        parts.setdefault(piece.name, []).append(piece.content)
+    return {name: b"".join(contents) for name, contents in parts.items()}
+
+
+def _admission(admission: Admission) -> pb.Admission:
+    return pb.Admission(
+        sequence_id=admission.sequence_id,
+        token_ids=admission.token_ids,
+        num_prompt_tokens=admission.num_prompt_tokens,
+        sampling=_sampling(admission.sampling),
+        cache_salt=admission.cache_salt,
+    )
+
+
+def _sampling(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
+        logit_bias_values=[value for _, value in sampling.logit_bias],
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+    )
+
+
+def _fault(message: pb.Fault) -> Fault:
+    try:
+        return Fault(SequenceFault(message.fault), message.detail)
+    except ValueError:
+        # A fault of a later protocol: what we can rely on is that the sequence was released.
+        return Fault(SequenceFault.ERROR, message.detail or f"fault {message.fault}")
+
+
+def _token_logprobs(message: pb.Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))
+
+
+def _times(message: pb.Times) -> StepTimes:
+    return StepTimes(
+        queue_us=message.queue_us,
+        prepare_us=message.prepare_us,
+        forward_us=message.forward_us,
+        sample_us=message.sample_us,
+        idle_us=message.idle_us,
+    )
+
+
+def _check_columns(result: Result) -> None:
+    rows = len(result.sequence_ids)
+    columns: tuple[Collection[int], ...] = (result.num_computed, result.num_sampled, result.finishes)
+    if any(len(column) != rows for column in columns) or sum(result.num_sampled) != len(result.token_ids):
+        raise ProtocolError(f"result {result.plan_id} has columns of unequal length")
