@@ -99,7 +99,7 @@ class Result:
     """Answers one plan. Columns have one entry for each sequence the plan advanced, in its order.
 
     `token_ids` holds all sampled tokens, `num_sampled[i]` of them for sequence i. `logprobs[i]`, where sequence i asked, has one
-    entry for each of its sampled tokens.
+    entry for each of its sampled tokens. `faults` is keyed by sequence id.
     """
 
     epoch: int
@@ -198,7 +198,12 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = Submitted | Cancelled | Updated | ResultArrived | ExecutorJoined | ExecutorLost | PlanDue | Tick
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The scheduler is about to stop: from now on nothing is admitted; what runs goes on."""
+
+
+Event = Submitted | Cancelled | Updated | ResultArrived | ExecutorJoined | ExecutorLost | PlanDue | Tick | Draining
 
 
 # ---- effects -------------------------------------------------------------------------------------------------------------------

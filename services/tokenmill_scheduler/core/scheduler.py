@@ -1,10 +1,39 @@
-"""The pure scheduler: events in, effects out. (Contract; the implementation follows.)"""
+"""The pure scheduler: events in, effects out. No I/O, clock, randomness, logging, protobuf or SQL.
+
+`Scheduler.handle` is the whole of it. Requests and executors live in the `Roster`; `Planner` makes plans; `apply_result` reads
+results. Same events, same effects, in the same order: nothing here iterates over a set or draws a number.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill_scheduler.core.records import Effect, Event
+from tokenmill_scheduler.core.batching import batching_named
+from tokenmill_scheduler.core.counters import Counters, ExecutorView
+from tokenmill_scheduler.core.executor import ExecutorState
+from tokenmill_scheduler.core.live import Ending
+from tokenmill_scheduler.core.planner import Planner
+from tokenmill_scheduler.core.policy import POLICIES
+from tokenmill_scheduler.core.records import (
+    Cancelled,
+    Draining,
+    Effect,
+    Event,
+    ExecutorJoined,
+    ExecutorLost,
+    PlanDue,
+    PlanIssued,
+    ResultArrived,
+    Submitted,
+    Tick,
+    Updated,
+)
+from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, State
+from tokenmill_scheduler.core.results import apply_result
+from tokenmill_scheduler.core.roster import Roster
+
+_EXPIRED = Ending(State.EXPIRED, FinishReason.EXPIRED, "deadline passed")
+_AT_MAX_TOKENS = Ending(State.DONE, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +48,193 @@ class SchedulerConfig:
     max_waiting_time_s: float = 0.05
     # share of an executor's blocks kept back from admissions, for sequences already running
     watermark: float = 0.01
+    # how often, in all, later equals may be admitted past a waiting request that does not fit
+    max_overtakes: int = 8
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig) -> None: ...
+    """Owned by one loop. Raises KeyError for an unknown policy or batching mode."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._batching = batching_named(config.batching, config.max_waiting_time_s)
+        self._roster = Roster(POLICIES[config.policy]())
+        self._planner = Planner(self._roster, self._batching, config.watermark, config.max_overtakes)
+
+    # ---- events ----
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Applies one event at time `now_s` (Unix seconds, never going back); the effects are in the order to be carried out."""
-        raise NotImplementedError
+        match event:
+            case ResultArrived():
+                self._result_arrived(event, now_s)
+            case PlanDue():
+                self._plan_due(event, now_s)
+            case Submitted():
+                self._submitted(event, now_s)
+            case Cancelled():
+                self._cancelled(event, now_s)
+            case Updated():
+                self._updated(event)
+            case ExecutorJoined():
+                self._executor_joined(event, now_s)
+            case ExecutorLost():
+                self._executor_lost(event, now_s)
+            case Tick():
+                self._expire(now_s)
+            case Draining():
+                self._planner.admitting = False
+        effects, self._roster.effects = self._roster.effects, []
+        return effects
+
+    def _submitted(self, event: Submitted, now_s: float) -> None:
+        """One that is known already is not taken in twice."""
+        if event.request.request_id in self._roster.requests:
+            return
+        live = self._roster.enter(event)
+        if event.state in QUEUED:
+            self._roster.enqueue(live)
+        if live.at_max_tokens:
+            self._roster.end(live, _AT_MAX_TOKENS, now_s)
+        elif event.state in RUNNING:
+            self._roster.recover(live, now_s, "scheduler restarted")
+
+    def _cancelled(self, event: Cancelled, now_s: float) -> None:
+        """One that is unknown has ended: nothing changes."""
+        live = self._roster.requests.get(event.request_id)
+        if live is not None:
+            self._roster.end(live, Ending(State.CANCELLED, FinishReason.CANCELLED, event.reason), now_s)
+
+    def _updated(self, event: Updated) -> None:
+        live = self._roster.requests.get(event.request_id)
+        if live is None:
+            return
+        queue = self._roster.queue(live.request.model) if live.state in QUEUED else None
+        if queue is not None:
+            queue.remove(live)
+        live.update(event.priority, event.deadline_s)
+        if queue is not None:
+            queue.add(live)
+        self._roster.watch_deadline(live)
+        self._roster.effects.append(event)
+
+    def _executor_joined(self, event: ExecutorJoined, now_s: float) -> None:
+        """A higher epoch ends the lower one; a lower is late news."""
+        description = event.executor
+        known = self._roster.executors.get(description.name)
+        if known is not None:
+            if event.epoch <= known.epoch:
+                return
+            self._roster.lose(known, now_s, "executor joined anew")
+        tokens = min(self.config.max_num_batched_tokens, description.max_num_batched_tokens)
+        # Every decode is in every plan, so a step has to have a token for each slot.
+        seqs = min(self.config.max_num_seqs, description.max_num_seqs, tokens)
+        self._roster.executors[description.name] = ExecutorState(description, event.epoch, event.blocks, seqs, tokens)
+
+    def _executor_lost(self, event: ExecutorLost, now_s: float) -> None:
+        executor = self._roster.executors.get(event.executor)
+        if executor is not None and executor.joined and executor.epoch == event.epoch:
+            self._roster.lose(executor, now_s, f"executor lost: {event.reason}")
+
+    def _result_arrived(self, event: ResultArrived, now_s: float) -> None:
+        executor = self._roster.executors.get(event.executor)
+        if executor is None:
+            self._roster.counters.stale_results += 1
+            return
+        apply_result(self._roster, executor, event.result, event.text_stops, now_s)
+
+    def _plan_due(self, event: PlanDue, now_s: float) -> None:
+        self._expire(now_s)
+        executor = self._roster.executors.get(event.executor)
+        if executor is None or not executor.has_plan_room:
+            return
+        executor.asked_s = now_s
+        plan = self._planner.plan(executor, now_s)
+        if plan is not None:
+            self._roster.effects.append(PlanIssued(executor.name, plan))
+
+    def _expire(self, now_s: float) -> None:
+        while (earliest := self._roster.deadlines.earliest()) and earliest[0] <= now_s:
+            self._roster.end(self._roster.requests[earliest[1]], _EXPIRED, now_s)
+
+    # ---- questions; none changes anything ----
 
     def owner(self, executor: str, sequence_id: int) -> str | None:
         """The request whose tokens a result for this sequence would be kept for; None if it would be dropped as stale."""
-        raise NotImplementedError
+        known = self._roster.executors.get(executor)
+        sequence = known.sequence(sequence_id) if known is not None else None
+        return sequence.live.request_id if sequence is not None and sequence.live is not None else None
+
+    def next_wakeup_s(self) -> float | None:
+        """When to hand in a Tick, and ask for plans, although nothing has happened: a deadline, or the start of a static batch.
+
+        Unix seconds; may have passed already. None: only an event can change anything.
+        """
+        times = [
+            due_s
+            for executor in self._roster.executors.values()
+            if executor.has_plan_room
+            and (due_s := self._batching.wakeup_s(executor, self._roster.queue(executor.description.model))) is not None
+            and due_s > executor.asked_s
+        ]
+        earliest = self._roster.deadlines.earliest()
+        return min(times + ([earliest[0]] if earliest else []), default=None)
+
+    def wait_reason(self, request_id: str) -> str:
+        """Why a request waits, in a few words; empty if it does not wait or is unknown."""
+        live = self._roster.requests.get(request_id)
+        if live is None or live.state not in QUEUED:
+            return ""
+        if not self._planner.admitting:
+            return "the scheduler is shutting down"
+        serving = [e for e in self._roster.executors.values() if e.joined and e.description.model == live.request.model]
+        if not serving:
+            return f"no executor serves {live.request.model!r} now"
+        return self._planner.wait_reason(live, serving)
+
+    @property
+    def counters(self) -> Counters:
+        """Live: copy what you keep."""
+        return self._roster.counters
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(executor.running) for executor in self._roster.executors.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(queue) for queue in self._roster.queues.values())
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Held blocks over all blocks of the executors that are there; 0 without any."""
+        blocks = [executor.blocks for executor in self._roster.executors.values() if executor.joined]
+        total = sum(b.total for b in blocks)
+        return sum(b.held for b in blocks) / total if total else 0.0
+
+    def state(self, request_id: str) -> State | None:
+        """None once it has ended, or if it never was."""
+        live = self._roster.requests.get(request_id)
+        return live.state if live is not None else None
+
+    def executors(self) -> tuple[ExecutorView, ...]:
+        """In the order they first joined, lost ones among them."""
+        return tuple([_view(executor) for executor in self._roster.executors.values()])
+
+
+def _view(executor: ExecutorState) -> ExecutorView:
+    description = executor.description
+    return ExecutorView(
+        name=description.name,
+        model=description.model,
+        joined=executor.joined,
+        epoch=executor.epoch,
+        block_size=description.block_size,
+        blocks=executor.blocks,
+        free_blocks=executor.forecast.free,
+        running=len(executor.running),
+        steps=executor.steps,
+        plans_out=len(executor.plans_out),
+        max_num_seqs=executor.max_num_seqs,
+        max_num_batched_tokens=executor.max_num_batched_tokens,
+    )

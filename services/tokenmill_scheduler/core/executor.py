@@ -1,0 +1,118 @@
+"""The scheduler's picture of one executor: its sequences, its plans that are out, its blocks. Must not know: queues, policies."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tokenmill_scheduler.core.forecast import Forecast
+from tokenmill_scheduler.core.records import Blocks, ExecutorDescription, Plan
+from tokenmill_scheduler.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOut:
+    """A plan not answered yet, with the sequences it advances, in its order, and whether each was booked to sample."""
+
+    plan: Plan
+    sequences: tuple[Sequence, ...]
+    samples: tuple[bool, ...]
+
+
+@dataclass(slots=True, eq=False)
+class ExecutorState:
+    """One executor in one epoch; a lost one keeps its description alone.
+
+    A sequence is `running` (in order of admission), or `leaving`: given up or ended, but its blocks are not back yet.
+    `to_release` goes into the next plan. `batch_room` counts the requests a static batch may still take in.
+    `asked_s` is when a plan was last asked for.
+    """
+
+    description: ExecutorDescription
+    epoch: int
+    blocks: Blocks
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    forecast: Forecast = field(init=False)
+    joined: bool = True
+    running: dict[int, Sequence] = field(default_factory=dict)
+    leaving: dict[int, Sequence] = field(default_factory=dict)
+    to_release: list[int] = field(default_factory=list)
+    plans_out: deque[PlanOut] = field(default_factory=deque)
+    last_plan_id: int = 0
+    steps: int = 0
+    batch_room: int = 0
+    asked_s: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self.forecast = Forecast(self.description.block_size, self.blocks.available)
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+    @property
+    def has_plan_room(self) -> bool:
+        return self.joined and len(self.plans_out) < self.description.pipeline_depth
+
+    @property
+    def slots_taken(self) -> int:
+        """A sequence that the plans out bring to its end takes part in no further step: its slot is free already (C36)."""
+        return sum(not sequence.exhausted for sequence in self.running.values())
+
+    @property
+    def blocks_returning(self) -> int:
+        """Blocks that results of plans already decided on will bring back: of sequences leaving, or certain to end."""
+        ending = sum(sequence.reserved for sequence in self.running.values() if sequence.exhausted)
+        return ending + sum(sequence.reserved for sequence in self.leaving.values())
+
+    def can_hold(self, known: int) -> bool:
+        """Whether `known` tokens can be computed, and one more be sampled, when nothing else is there."""
+        return known < self.description.max_model_len and self.forecast.blocks(known) <= self.description.num_blocks
+
+    def sequence(self, sequence_id: int) -> Sequence | None:
+        return self.running.get(sequence_id) or self.leaving.get(sequence_id)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives up a running sequence: the next plan tells the executor to drop it."""
+        self._leave(sequence)
+        self.to_release.append(sequence.sequence_id)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The executor has let a sequence go by itself; one that was given up before stays so."""
+        if sequence.sequence_id in self.running:
+            sequence.finished = True
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self.running[sequence.sequence_id]
+        self.leaving[sequence.sequence_id] = sequence
+        self.forecast.trim(sequence)
+
+    def settle_leaving(self, released: tuple[int, ...]) -> None:
+        """After a result: forgets sequences whose blocks are back, and unbinds preempted ones that can bring no more tokens."""
+        for sequence_id in released:
+            self.forecast.forget(self.leaving.pop(sequence_id))
+        for sequence in [s for s in self.leaving.values() if s.plans_out == 0]:
+            unbind(sequence)
+            if sequence.finished:
+                self.forecast.forget(self.leaving.pop(sequence.sequence_id))
+
+    def lose(self) -> list[Sequence]:
+        """The executor is gone, with all bookings; returns every sequence it had, in order of admission."""
+        sequences = [*self.leaving.values(), *self.running.values()]
+        self.joined = False
+        self.running, self.leaving = {}, {}
+        self.to_release = []
+        self.plans_out.clear()
+        self.batch_room = 0
+        self.blocks = Blocks(0, 0, 0)
+        self.forecast = Forecast(self.description.block_size, 0)
+        return sequences
+
+
+def unbind(sequence: Sequence) -> None:
+    """Nothing more will come of this sequence: its request, if it still has one, may be admitted anew."""
+    if sequence.live is not None:
+        sequence.live.sequence = None
+        sequence.live = None

@@ -1,0 +1,116 @@
+"""Rules that hold after every event, as assertions for tests and simulations: too slow, and of no use, in production.
+
+Each function checks one thing that the design promises; `check` is all of them.
+"""
+
+from __future__ import annotations
+
+from tokenmill_scheduler.core.executor import ExecutorState
+from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, State
+from tokenmill_scheduler.core.roster import Roster
+from tokenmill_scheduler.core.scheduler import Scheduler
+from tokenmill_scheduler.core.sequence import Sequence
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises AssertionError when the scheduler is in a state it must never be in."""
+    roster = scheduler._roster
+    check_requests(roster)
+    check_queues(roster)
+    for executor in roster.executors.values():
+        check_sequences(executor, roster)
+        check_plans(executor)
+        check_forecast(executor)
+    assert not roster.effects, "effects left behind"
+
+
+def check_requests(roster: Roster) -> None:
+    """A request that has not ended is in one place: running on one executor, or in its model's queue."""
+    for request_id, live in roster.requests.items():
+        assert live.request_id == request_id
+        assert live.state not in TERMINAL, f"{request_id} has ended and is still here"
+        assert len(live.output) <= live.request.sampling.max_tokens, f"{request_id} has more tokens than it may"
+        queued = live in roster.queue(live.request.model)
+        assert queued == (live.state in QUEUED), f"{request_id} is {live.state} and the queue disagrees"
+        if live.state in RUNNING:
+            assert live.sequence is not None, f"{request_id} runs nowhere"
+            assert live.sequence.sequence_id in roster.executors[live.sequence.executor].running
+        if live.sequence is not None:
+            assert live.sequence.live is live, f"{request_id}'s sequence is another's"
+            assert live.state is not State.WAITING
+    assert len(roster.deadlines) == sum(live.request.deadline_s is not None for live in roster.requests.values())
+
+
+def check_queues(roster: Roster) -> None:
+    for model, queue in roster.queues.items():
+        ranks = [roster.policy.rank(live) for live in queue]
+        assert ranks == sorted(ranks), f"the queue of {model} is out of order"
+        assert all(roster.requests.get(live.request_id) is live for live in queue), f"the queue of {model} has a stranger"
+    assert sum(map(len, roster.queues.values())) == sum(live.state in QUEUED for live in roster.requests.values())
+
+
+def check_sequences(executor: ExecutorState, roster: Roster) -> None:
+    """Known, computed and planned tokens add up; a sequence that leaves is on its way out."""
+    for sequence in [*executor.running.values(), *executor.leaving.values()]:
+        booked = [
+            (count, samples)
+            for out in executor.plans_out
+            for s, count, samples in zip(out.sequences, out.plan.advance_max_tokens, out.samples, strict=True)
+            if s is sequence
+        ]
+        assert sequence.plans_out == len(booked)
+        assert sequence.planned_computed == sequence.computed + sum(count for count, _ in booked)
+        assert sequence.planned_known == sequence.known + sum(samples for _, samples in booked)
+        assert 0 <= sequence.computed <= sequence.known
+        if sequence.live is not None:
+            assert roster.requests.get(sequence.live.request_id) is sequence.live
+            assert sequence.known == sequence.live.known, "a token was lost or doubled"
+            assert sequence.planned_known <= sequence.limit, "planned past its limit"
+    for sequence in executor.running.values():
+        assert sequence.live is not None, "a sequence runs for nobody"
+        assert sequence.live.sequence is sequence
+    check_leaving(executor)
+
+
+def check_leaving(executor: ExecutorState) -> None:
+    """Each given-up sequence is released once: in the next plan, in one that is out, or it waits for its last plan to return."""
+    released = [sequence_id for out in executor.plans_out for sequence_id in out.plan.release] + executor.to_release
+    assert len(set(released)) == len(released), "a sequence is released twice"
+    assert not executor.running.keys() & executor.leaving.keys()
+    for sequence_id, sequence in executor.leaving.items():
+        assert (sequence_id in released) != sequence.finished, "a sequence leaves and nobody releases it"
+        assert not sequence.finished or sequence.plans_out, "a finished sequence outstays its last plan"
+        assert sequence.live is None or sequence.plans_out, "a preempted request waits for nothing"
+
+
+def check_plans(executor: ExecutorState) -> None:
+    """Never more plans out than the pipeline takes, in order, within slots and token budget, no sequence twice."""
+    assert len(executor.plans_out) <= executor.description.pipeline_depth
+    ids = [out.plan.plan_id for out in executor.plans_out]
+    assert ids == list(range(executor.last_plan_id - len(ids) + 1, executor.last_plan_id + 1))
+    for out in executor.plans_out:
+        plan = out.plan
+        assert plan.epoch == executor.epoch
+        assert sum(plan.advance_max_tokens) <= executor.max_num_batched_tokens, "over the token budget"
+        assert len(plan.advance_sequence_ids) <= executor.max_num_seqs, "over the slots"
+        assert len(set(plan.advance_sequence_ids)) == len(plan.advance_sequence_ids), "a sequence twice in a plan"
+        assert {a.sequence_id for a in plan.admit} <= set(plan.advance_sequence_ids), "admitted and not advanced"
+        assert all(count > 0 for count in plan.advance_max_tokens)
+    assert executor.slots_taken <= executor.max_num_seqs
+
+
+def check_forecast(executor: ExecutorState) -> None:
+    """The promises add up, and cover all that the plans out can take."""
+    forecast = executor.forecast
+    sequences: list[Sequence] = [*executor.running.values(), *executor.leaving.values()]
+    assert forecast.promised == sum(sequence.reserved - sequence.held for sequence in sequences)
+    for sequence in sequences:
+        assert sequence.held == forecast.blocks(sequence.computed)
+        assert sequence.reserved >= max(sequence.held, forecast.blocks(sequence.planned_computed))
+    if not executor.joined:
+        assert not sequences
+        assert not executor.plans_out
+        assert not executor.to_release
+        assert forecast.free == 0
+    else:
+        assert executor.blocks.total == executor.description.num_blocks

@@ -1,0 +1,85 @@
+"""A request that has not ended, with its output so far and its place in the scheduler: the mutable side of `Request`.
+
+Must not know: queues, plans, blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tokenmill_scheduler.core.records import Transitioned
+from tokenmill_scheduler.core.request import FinishReason, Request, State, check_transition
+from tokenmill_scheduler.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ends: its terminal state and what the client is told."""
+
+    state: State
+    finish_reason: FinishReason
+    reason: str = ""
+    error: str = ""
+    error_code: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """`ordinal` counts submissions and settles every tie. `overtaken` counts admissions of later ones since it last queued.
+
+    `sequence` is the one whose results still bring tokens: of a running request its current sequence, of a preempted one the
+    released sequence until the results of all plans that advanced it are in, else None.
+    """
+
+    request: Request
+    ordinal: int
+    state: State
+    output: list[int] = field(default_factory=list)
+    sequence: Sequence | None = None
+    overtaken: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def known(self) -> int:
+        """Tokens to compute before the next can be sampled: the prompt and all output."""
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def at_max_tokens(self) -> bool:
+        return len(self.output) >= self.request.sampling.max_tokens
+
+    def limit(self, max_model_len: int) -> int:
+        """Tokens, prompt and output, at which it ends whatever it samples."""
+        return min(len(self.request.prompt) + self.request.sampling.max_tokens, max_model_len)
+
+    def update(self, priority: int | None, deadline_s: float | None) -> None:
+        """None leaves a value as it is."""
+        if priority is not None:
+            self.request = replace(self.request, priority=priority)
+        if deadline_s is not None:
+            self.request = replace(self.request, deadline_s=deadline_s)
+
+    def move(self, after: State, now_s: float, reason: str = "", executor: str = "") -> Transitioned:
+        """Raises IllegalTransition, and changes nothing, when the table does not have this move."""
+        check_transition(self.state, after)
+        before, self.state = self.state, after
+        return Transitioned(self.request_id, before, after, now_s, reason, executor)
+
+    def end(self, ending: Ending, now_s: float, executor: str = "") -> Transitioned:
+        """As `move`, to a terminal state."""
+        check_transition(self.state, ending.state)
+        before, self.state = self.state, ending.state
+        return Transitioned(
+            self.request_id,
+            before,
+            ending.state,
+            now_s,
+            ending.reason,
+            executor,
+            ending.finish_reason,
+            ending.error,
+            ending.error_code,
+        )

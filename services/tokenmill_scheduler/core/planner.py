@@ -1,0 +1,265 @@
+"""Makes one plan for one executor. The main loop of continuous batching is `Planner.plan`.
+
+    relieve    a decode needs a block and none is to be had → one victim is preempted
+    displace   a waiting request outranks a running one and lacks its slot or its blocks → that one is preempted
+    advance    running sequences: every decode, then prefills in order of admission
+    admit      from the queue, in the policy's order, while tokens, slots and blocks last
+
+Every sequence is advanced on its planned figures (see `sequence.py`), every block is counted against the forecast (`forecast.py`).
+Must not know: how results are read, deadlines, where plans are sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenmill_scheduler.core.batching import Batching
+from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
+from tokenmill_scheduler.core.live import Ending, LiveRequest
+from tokenmill_scheduler.core.queue import WaitingQueue
+from tokenmill_scheduler.core.records import Admission, Plan
+from tokenmill_scheduler.core.request import FinishReason, State
+from tokenmill_scheduler.core.roster import Roster
+from tokenmill_scheduler.core.sequence import Sequence
+
+RESOURCE_EXHAUSTED = 8
+_OUT_OF_BLOCKS = "out of KV blocks"
+_DISPLACED = "displaced by a request of higher priority"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making; `budget` is what is left of its tokens."""
+
+    budget: int
+    admissions: list[Admission] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+
+    def advance(self, sequence: Sequence, count: int) -> None:
+        self.budget -= count
+        self.sequences.append(sequence)
+        self.counts.append(count)
+        self.samples.append(sequence.plan(count))
+
+
+class Planner:
+    """`watermark` is the share of the blocks kept from admissions; `max_overtakes` bounds who may pass a head that does not fit."""
+
+    def __init__(self, roster: Roster, batching: Batching, watermark: float, max_overtakes: int) -> None:
+        self._roster = roster
+        self._policy = roster.policy
+        self._batching = batching
+        self._watermark = watermark
+        self._max_overtakes = max_overtakes
+        self.admitting = True
+
+    def plan(self, executor: ExecutorState, now_s: float) -> Plan | None:
+        """The next plan, booked; None when there is nothing to release, admit or advance."""
+        queue = self._roster.queue(executor.description.model)
+        draft = Draft(executor.max_num_batched_tokens)
+        self._relieve(executor, now_s)
+        if self.admitting and self._policy.displaces and self._batching.displaces:
+            self._displace(executor, queue, now_s)
+        # Counted before the advance: a sequence that takes its last step in this plan still has its slot.
+        slots = self._batching.open_slots(executor, queue, now_s) if self.admitting else 0
+        self._advance(executor, draft)
+        self._admit(executor, queue, draft, slots, now_s)
+        return self._issue(executor, draft)
+
+    # ---- running sequences ----
+
+    def _relieve(self, executor: ExecutorState, now_s: float) -> None:
+        """Preempts at most one sequence, and none while blocks on their way back cover what decodes lack (C17)."""
+        forecast = executor.forecast
+        in_need = [s for s in executor.running.values() if _needs_block(s, forecast.block_size)]
+        shortage = len(in_need) - forecast.free
+        if shortage <= 0:
+            return
+        outgrown = [s for s in in_need if s.reserved >= executor.description.num_blocks]
+        if outgrown:
+            # It has every block there is, so it is alone.
+            self._outgrow(executor, outgrown[0], now_s)
+        elif shortage > executor.blocks_returning:
+            self._roster.preempt(self._last_in_order(executor), now_s, _OUT_OF_BLOCKS)
+
+    def _outgrow(self, executor: ExecutorState, sequence: Sequence, now_s: float) -> None:
+        """A request alone outgrows the pool (C18): it moves to a larger executor, or fails with all tokens of the plans out."""
+        live = sequence.live
+        assert live is not None
+        if sequence.plans_out:
+            return
+        if self._can_be_held(live):
+            self._roster.preempt(sequence, now_s, _OUT_OF_BLOCKS)
+        else:
+            self._roster.end(live, _too_long(live), now_s)
+
+    def _last_in_order(self, executor: ExecutorState) -> Sequence:
+        """The running sequence that the policy would run last: lowest priority, then latest arrival, so least work is lost."""
+        candidates = [s for s in executor.running.values() if not s.exhausted]
+        return max(candidates, key=self._rank)
+
+    def _rank(self, sequence: Sequence) -> tuple[float, ...]:
+        assert sequence.live is not None
+        return self._policy.rank(sequence.live)
+
+    def _advance(self, executor: ExecutorState, draft: Draft) -> None:
+        """Every decode that has or gets its block, then prefills by what is left of the budget."""
+        forecast, block_size = executor.forecast, executor.forecast.block_size
+        prefills: list[Sequence] = []
+        for sequence in executor.running.values():
+            if sequence.planned_known >= sequence.limit:
+                continue
+            if sequence.remaining > 1:
+                prefills.append(sequence)
+                continue
+            if sequence.planned_computed >= sequence.reserved * block_size:
+                if forecast.free < 1:
+                    continue
+                forecast.reserve(sequence, 1)
+            draft.advance(sequence, 1)
+        for sequence in prefills:
+            if draft.budget == 0:
+                break
+            draft.advance(sequence, min(sequence.remaining, draft.budget))
+
+    # ---- waiting requests ----
+
+    def _displace(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> None:
+        """Preempts a strictly lower running sequence for each slot a waiting request lacks (C33), or one a plan for its blocks."""
+        slots = self._batching.open_slots(executor, queue, now_s)
+        budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.exhausted)
+        blocks = self._free_for_admission(executor)
+        for live in queue:
+            if not self._is_candidate(live, executor):
+                continue
+            if budget <= 0 or live.sequence is not None:
+                return
+            need = self._blocks_to_admit(live, executor)
+            if slots <= 0 or need > blocks:
+                victim = self._outranked(live, executor)
+                if victim is None:
+                    return
+                if need > blocks:
+                    if self._blocks_can_be_had(live, need - blocks, executor):
+                        self._roster.preempt(victim, now_s, _DISPLACED)
+                    return
+                self._roster.preempt(victim, now_s, _DISPLACED)
+            else:
+                slots -= 1
+            blocks -= need
+            budget -= live.known
+
+    def _outranked(self, live: LiveRequest, executor: ExecutorState) -> Sequence | None:
+        if executor.slots_taken == 0:
+            return None
+        victim = self._last_in_order(executor)
+        assert victim.live is not None
+        return victim if self._policy.outranks(live, victim.live) else None
+
+    def _blocks_can_be_had(self, live: LiveRequest, lacking: int, executor: ExecutorState) -> bool:
+        """Whether preempting helps: blocks on their way back do not suffice, and with those of all outranked sequences they do."""
+        returning = executor.blocks_returning
+        outranked = (s for s in executor.running.values() if not s.exhausted and s.live and self._policy.outranks(live, s.live))
+        return returning < lacking <= returning + sum(s.reserved for s in outranked)
+
+    def _admit(self, executor: ExecutorState, queue: WaitingQueue, draft: Draft, slots: int, now_s: float) -> None:
+        """Admits in the policy's order. Past a head that does not fit, equals may overtake it `max_overtakes` times in all."""
+        passed: list[LiveRequest] = []
+        for live in list(queue) if slots > 0 and draft.budget else ():
+            if slots == 0 or draft.budget == 0 or not self._may_pass(live, passed):
+                break
+            if not self._can_be_held(live):
+                self._roster.end(live, _too_long(live), now_s)
+            elif not self._is_candidate(live, executor):
+                continue
+            elif live.sequence is not None or self._blocks_to_admit(live, executor) > self._free_for_admission(executor):
+                passed.append(live)
+            else:
+                self._admit_one(live, executor, draft, now_s)
+                slots -= 1
+                for head in passed:
+                    head.overtaken += 1
+
+    def _may_pass(self, live: LiveRequest, passed: list[LiveRequest]) -> bool:
+        """A preempted request is passed by nobody (C25), any other by its equals and a bounded number of times."""
+        return len(passed) <= self._max_overtakes and not any(
+            head.state is State.PREEMPTED or head.overtaken >= self._max_overtakes or self._policy.outranks(head, live)
+            for head in passed
+        )
+
+    def _admit_one(self, live: LiveRequest, executor: ExecutorState, draft: Draft, now_s: float) -> None:
+        blocks = self._blocks_to_admit(live, executor)
+        sequence = self._roster.admit(live, executor, now_s)
+        executor.batch_room = max(0, executor.batch_room - 1)
+        executor.forecast.reserve(sequence, blocks)
+        request = live.request
+        token_ids = (*request.prompt, *live.output)
+        draft.admissions.append(
+            Admission(sequence.sequence_id, token_ids, len(request.prompt), request.sampling, request.cache_salt)
+        )
+        draft.advance(sequence, min(sequence.remaining, draft.budget))
+
+    def _is_candidate(self, live: LiveRequest, executor: ExecutorState) -> bool:
+        """False for one that needs a larger executor, or is still being released by another one: it holds up nobody here."""
+        here = live.sequence is None or live.sequence.executor == executor.name
+        return here and executor.can_hold(live.known)
+
+    def _can_be_held(self, live: LiveRequest) -> bool:
+        """Whether any executor of its model, lost ones among them, can hold it alone."""
+        model = live.request.model
+        return any(e.can_hold(live.known) for e in self._roster.executors.values() if e.description.model == model)
+
+    def _blocks_to_admit(self, live: LiveRequest, executor: ExecutorState) -> int:
+        """Blocks for all known tokens and the next one, unless that will never be computed or there are no more blocks."""
+        last_computed = live.limit(executor.description.max_model_len) - 1
+        return min(executor.forecast.blocks(min(live.known + 1, last_computed)), executor.description.num_blocks)
+
+    def _free_for_admission(self, executor: ExecutorState) -> int:
+        """Blocks above the watermark; on an executor where nothing runs there is nobody to keep them for."""
+        kept = int(self._watermark * executor.description.num_blocks) if executor.running else 0
+        return executor.forecast.free - kept
+
+    def wait_reason(self, live: LiveRequest, executors: list[ExecutorState]) -> str:
+        """Why a queued request is on none of `executors`, which serve its model; in a few words."""
+        if live.sequence is not None:
+            return "its blocks are being released"
+        able = [e for e in executors if e.can_hold(live.known)]
+        if not able:
+            return "it needs a larger executor"
+        closed = [self._batching.closed_because(executor) for executor in able]
+        if all(closed):
+            return closed[0]
+        return "not enough free KV blocks" if self._lacks_blocks(live, able) else "others are before it in the queue"
+
+    def _lacks_blocks(self, live: LiveRequest, executors: list[ExecutorState]) -> bool:
+        return all(self._blocks_to_admit(live, e) > self._free_for_admission(e) for e in executors)
+
+    # ---- the plan ----
+
+    def _issue(self, executor: ExecutorState, draft: Draft) -> Plan | None:
+        if not draft.sequences and not executor.to_release:
+            return None
+        executor.last_plan_id += 1
+        plan = Plan(
+            executor.epoch,
+            executor.last_plan_id,
+            tuple(executor.to_release),
+            tuple(draft.admissions),
+            tuple([sequence.sequence_id for sequence in draft.sequences]),
+            tuple(draft.counts),
+        )
+        executor.to_release = []
+        executor.plans_out.append(PlanOut(plan, tuple(draft.sequences), tuple(draft.samples)))
+        return plan
+
+
+def _needs_block(sequence: Sequence, block_size: int) -> bool:
+    """Whether its next token lies beyond its reservation: only a decode's can."""
+    return sequence.planned_computed >= sequence.reserved * block_size and sequence.planned_known < sequence.limit
+
+
+def _too_long(live: LiveRequest) -> Ending:
+    error = f"{live.known} tokens, prompt and output, are more than the KV blocks or the model length of any executor allow"
+    return Ending(State.FAILED, FinishReason.ERROR, "too long", error, RESOURCE_EXHAUSTED)

@@ -1,0 +1,207 @@
+"""The scheduler core against model executors with tiny limits, under any order of events Hypothesis can think of.
+
+Every event is followed by all invariants and by the checks of `World` (legal transitions, the oracle's tokens, each index once).
+Results are delayed, doubled, re-ordered against all other events, and lost with their executor. At the end faults stop, and all
+must end with exactly the oracle's tokens and all blocks free.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.simulation.world import World, description
+from tokenmill_scheduler.core.records import Result, ResultArrived, SequenceFault, TextStop
+from tokenmill_scheduler.core.request import TERMINAL, FinishReason, State
+from tokenmill_scheduler.core.scheduler import SchedulerConfig
+
+NAMES = ("x", "y")
+EXECUTORS = st.sampled_from(NAMES)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Executor y is larger and of another shape than x, and serves the same model."""
+
+    @initialize(
+        policy=st.sampled_from(["fcfs", "priority"]),
+        batching=st.sampled_from(["continuous", "continuous", "static"]),
+        num_blocks=st.integers(2, 8),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(2, 12),
+        depth=st.integers(1, 3),
+        max_overtakes=st.integers(0, 2),
+        overlap=st.booleans(),
+        two=st.booleans(),
+    )
+    def start(
+        self,
+        policy: str,
+        batching: str,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        depth: int,
+        max_overtakes: int,
+        overlap: bool,
+        two: bool,
+    ) -> None:
+        config = SchedulerConfig(max_num_seqs, budget, batching, policy, 0.5, 0.2, max_overtakes)
+        shapes = [
+            description("x", block_size=2, num_blocks=num_blocks, max_model_len=24, pipeline_depth=depth),
+            description("y", block_size=3, num_blocks=8, max_model_len=24, max_num_seqs=2, pipeline_depth=2),
+        ]
+        self.world = World(config, *shapes[: 2 if two else 1], overlap=overlap)
+        self.lost: set[str] = set()
+        self.last_results: dict[str, Result] = {}
+        self.stopped_early: set[str] = set()
+        self.faulted = False
+
+    def _name(self, name: str) -> str:
+        return name if name in self.world.executors else "x"
+
+    # ---- requests ----
+
+    @rule(prompt=st.integers(1, 14), max_tokens=st.integers(1, 9), priority=st.integers(0, 2), wait=st.none() | st.integers(0, 3))
+    def submit(self, prompt: int, max_tokens: int, priority: int, wait: int | None) -> None:
+        deadline_s = None if wait is None else self.world.now_s + wait
+        self.world.submit(len(self.world.records) + 1, prompt, max_tokens, priority=priority, deadline_s=deadline_s)
+
+    @precondition(lambda self: self.world.records)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.world.cancel(data.draw(st.sampled_from(list(self.world.records))))
+
+    @precondition(lambda self: self.world.records)
+    @rule(data=st.data(), priority=st.none() | st.integers(0, 3), wait=st.none() | st.integers(0, 5))
+    def update(self, data: st.DataObject, priority: int | None, wait: int | None) -> None:
+        request_id = data.draw(st.sampled_from(list(self.world.records)))
+        self.world.update(request_id, priority, None if wait is None else self.world.now_s + wait)
+
+    @rule(seconds=st.floats(0, 1))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    # ---- executors ----
+
+    @rule(name=EXECUTORS)
+    def plan(self, name: str) -> None:
+        name = self._name(name)
+        if name in self.lost:
+            assert self.world.plan(name) is None
+        else:
+            self.world.plan(name)
+
+    @rule(name=EXECUTORS)
+    def step(self, name: str) -> None:
+        executor = self.world.executors[self._name(name)]
+        if self._name(name) not in self.lost and not executor.idle:
+            self.world.step(self._name(name))
+
+    @rule(name=EXECUTORS)
+    def plan_step_deliver(self, name: str) -> None:
+        """Progress in one rule, so that runs get far."""
+        self.plan(name)
+        self.step(name)
+        self.deliver(name)
+
+    @rule(name=EXECUTORS)
+    def deliver(self, name: str) -> None:
+        name = self._name(name)
+        if self.world.arriving[name]:
+            self.last_results[name] = self.world.arriving[name][0]
+            self.world.deliver(name)
+
+    @rule(name=EXECUTORS, keep=st.integers(0, 1))
+    def deliver_with_text_stop(self, name: str, keep: int) -> None:
+        name = self._name(name)
+        if not self.world.arriving[name]:
+            return
+        result = self.world.arriving[name][0]
+        owners = [(i, self.world.core.owner(name, i)) for i, n in zip(result.sequence_ids, result.num_sampled, strict=True) if n]
+        owned = [(sequence_id, owner) for sequence_id, owner in owners if owner is not None]
+        if owned:
+            sequence_id, owner = owned[0]
+            self.stopped_early.add(owner)
+            self.world.deliver(name, {sequence_id: TextStop(keep)})
+            assert self.world.state(owner) is State.DONE
+
+    @rule(name=EXECUTORS)
+    def deliver_again(self, name: str) -> None:
+        """A doubled result, or one of an earlier epoch, changes nothing and is counted."""
+        result = self.last_results.get(self._name(name))
+        if result is not None:
+            before = self.world.core.counters.stale_results
+            assert self.world.handle(ResultArrived(self._name(name), result)) == []
+            assert self.world.core.counters.stale_results == before + 1
+
+    @precondition(lambda self: self.world.records)
+    @rule(name=EXECUTORS, data=st.data(), fault=st.sampled_from(SequenceFault))
+    def fault(self, name: str, data: st.DataObject, fault: SequenceFault) -> None:
+        self.faulted = True
+        request_id = data.draw(st.sampled_from(list(self.world.records)))
+        self.world.executors[self._name(name)].inject[int(request_id[1:])] = fault
+
+    @rule(name=EXECUTORS)
+    def lose(self, name: str) -> None:
+        name = self._name(name)
+        if name not in self.lost:
+            self.lost.add(name)
+            self.world.lose(name)
+
+    @rule(name=EXECUTORS)
+    def join(self, name: str) -> None:
+        """Also without having been lost: a higher epoch ends the lower one."""
+        name = self._name(name)
+        self.lost.discard(name)
+        self.world.arriving[name].clear()
+        self.world.rejoin(name)
+
+    @rule()
+    def restart(self) -> None:
+        self.world.restart_scheduler()
+        self.lost.clear()
+        self.last_results.clear()
+
+    # ---- what holds ----
+
+    @invariant()
+    def forecast_is_honest(self) -> None:
+        for executor in self.world.executors.values():
+            assert executor.ran_out == 0, "a plan needed a block that was not there"
+
+    def teardown(self) -> None:
+        """Faults are over: all must end as they would have."""
+        if not hasattr(self, "world"):
+            return
+        for name, executor in self.world.executors.items():
+            executor.inject.clear()
+            if name in self.lost:
+                self.join(name)
+        self.world.drain()
+        self.world.check_idle()
+        self.forecast_is_honest()
+        for request_id in self.world.records:
+            self._check_end(request_id)
+
+    def _check_end(self, request_id: str) -> None:
+        record = self.world.records[request_id]
+        assert record.ended is not None
+        whole = self.world.expected(request_id)
+        assert record.output == whole[: len(record.output)]
+        assert sum(t.after in TERMINAL for t in record.transitions) == 1
+        if record.state is State.DONE and request_id not in self.stopped_early:
+            assert record.output == whole
+            stopped = record.output[-1] == 0
+            assert record.ended.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        if record.state is State.FAILED and not self.faulted:
+            assert record.ended.error_code == 8
+            tokens = len(record.request.prompt) + len(record.output)
+            largest = max(e.description.num_blocks * e.description.block_size for e in self.world.executors.values())
+            assert tokens > largest, "failed although it fits"
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+TestScheduler = SchedulerMachine.TestCase

@@ -1,0 +1,211 @@
+"""A small executor written from the plan protocol alone, to judge the scheduler's plans by: block pool, steps, token oracle.
+
+It imports no executor code. What would be a bug of the scheduler is an assertion here. It can overlap plans as a GPU executor does:
+while plan N runs, N+1 is prepared already, so a sequence that N finishes keeps its blocks, and may take another, until N+1 is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tests.simulation import oracle
+from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
+
+NONE, STOP, LENGTH = 0, 1, 2
+
+
+@dataclass
+class _Sequence:
+    """`launched` tokens are computed once every prepared step is done; `sampling` steps of those sample."""
+
+    tokens: list[int]
+    admission: Admission
+    launched: int = 0
+    sampling: int = 0
+    steps: int = 0
+    blocks: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.admission.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class _Row:
+    sequence: _Sequence
+    count: int
+    samples: bool
+
+
+@dataclass
+class _Step:
+    """A plan whose blocks are taken: `taken` of them net of those it released. A row is None where the sequence takes no part."""
+
+    plan: Plan
+    rows: list[_Row | None]
+    faults: dict[int, Fault]
+    taken: int
+
+
+class ModelExecutor:
+    """`send` queues a plan, `step` carries out the oldest and returns its result.
+
+    `inject` makes the next advance of the sequences of these seeds fail. `ran_out` counts real lacks of a block: with an honest
+    forecast there are none.
+    """
+
+    def __init__(self, description: ExecutorDescription, overlap: bool = False) -> None:
+        self.description = description
+        self.overlap = overlap
+        self.inject: dict[int, SequenceFault] = {}
+        self.ran_out = 0
+        self.epoch = 0
+        self.restart(1)
+
+    def restart(self, epoch: int) -> None:
+        """A new reign: all sequences and queued plans of the old one are gone."""
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self._queued: deque[Plan] = deque()
+        self._prepared: _Step | None = None
+        self._sequences: dict[int, _Sequence] = {}
+        self._admitted: set[int] = set()
+        self._released: set[int] = set()
+        self._free = list(range(self.description.num_blocks))
+        self._last_plan_id = 0
+
+    @property
+    def blocks(self) -> Blocks:
+        held = [block for sequence in self._sequences.values() for block in sequence.blocks]
+        assert sorted(held + self._free) == list(range(self.description.num_blocks)), "a block is lost or has two owners"
+        return Blocks(len(self._free), 0, len(held))
+
+    @property
+    def idle(self) -> bool:
+        return not self._queued and self._prepared is None
+
+    def send(self, plan: Plan) -> None:
+        assert plan.epoch == self.epoch
+        assert plan.plan_id == self._last_plan_id + 1, "plans out of order"
+        assert len(plan.advance_sequence_ids) <= self.description.max_num_seqs
+        assert sum(plan.advance_max_tokens) <= self.description.max_num_batched_tokens
+        self._last_plan_id = plan.plan_id
+        self._queued.append(plan)
+        assert len(self._queued) + (self._prepared is not None) <= self.description.pipeline_depth, "too many plans out"
+
+    def step(self) -> Result:
+        step = self._prepared or self._prepare(self._queued.popleft())
+        self._prepared = self._prepare(self._queued.popleft()) if self.overlap and self._queued else None
+        return self._compute(step)
+
+    def _prepare(self, plan: Plan) -> _Step:
+        before = len(self._free)
+        for sequence_id in plan.release:
+            self._released.add(sequence_id)
+            self._drop(sequence_id)
+        for admission in plan.admit:
+            self._admit(admission)
+        faults: dict[int, Fault] = {}
+        rows = [self._launch(i, n, faults) for i, n in zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True)]
+        return _Step(plan, rows, faults, before - len(self._free))
+
+    def _admit(self, admission: Admission) -> None:
+        assert admission.sequence_id not in self._admitted, "a sequence id was used again"
+        self._admitted.add(admission.sequence_id)
+        prior = admission.token_ids[admission.num_prompt_tokens :]
+        seed = admission.sampling.seed
+        assert list(prior) == [oracle.token(seed, index) for index in range(len(prior))], "admitted with another's tokens"
+        assert len(prior) < admission.sampling.max_tokens, "admitted with nothing left to do"
+        self._sequences[admission.sequence_id] = _Sequence(list(admission.token_ids), admission)
+
+    def _launch(self, sequence_id: int, most: int, faults: dict[int, Fault]) -> _Row | None:
+        assert sequence_id in self._admitted, "advanced before it was admitted"
+        assert sequence_id not in self._released, "advanced after it was released"
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.finished:
+            return None
+        known = len(sequence.tokens) + sequence.sampling
+        count = min(most, known - sequence.launched)
+        fault = self._fault(sequence, sequence.launched + count)
+        if fault is not None:
+            faults[sequence_id] = Fault(fault, "from the model executor")
+            if fault is not SequenceFault.NO_BLOCKS:
+                self._finish(sequence_id)
+            return None
+        samples = sequence.launched + count == known
+        sequence.launched += count
+        sequence.sampling += samples
+        sequence.steps += 1
+        return _Row(sequence, count, samples)
+
+    def _fault(self, sequence: _Sequence, tokens: int) -> SequenceFault | None:
+        """Takes the blocks for so many tokens, or says why not."""
+        injected = self.inject.pop(sequence.admission.sampling.seed, None)
+        if injected is not None:
+            return injected
+        lacking = max(0, -(-tokens // self.description.block_size) - len(sequence.blocks))
+        if lacking > len(self._free):
+            self.ran_out += 1
+            return SequenceFault.NO_BLOCKS
+        sequence.blocks += [self._free.pop() for _ in range(lacking)]
+        return None
+
+    def _compute(self, step: _Step) -> Result:
+        computed, sampled, token_ids, finishes = [], [], [], []
+        for sequence_id, row in zip(step.plan.advance_sequence_ids, step.rows, strict=True):
+            tokens, finish = self._sample(row) if row is not None else ([], NONE)
+            skipped = row is None or (row.samples and not tokens)
+            computed.append(0 if row is None or skipped else row.count)
+            sampled.append(len(tokens))
+            token_ids += tokens
+            finishes.append(finish)
+            if row is not None:
+                row.sequence.steps -= 1
+                if finish or row.sequence.finished:
+                    self._finish(sequence_id)
+        return Result(
+            self.epoch,
+            step.plan.plan_id,
+            step.plan.advance_sequence_ids,
+            tuple(computed),
+            tuple(sampled),
+            tuple(token_ids),
+            tuple(finishes),
+            self._report(),
+            step.faults,
+        )
+
+    def _report(self) -> Blocks:
+        """The blocks as they stand after this plan, whatever the next has taken already: the most hopeful report allowed."""
+        taken = self._prepared.taken if self._prepared is not None else 0
+        return Blocks(self.blocks.free + taken, 0, self.blocks.held - taken)
+
+    def _sample(self, row: _Row) -> tuple[list[int], int]:
+        """The tokens of one row and how its sequence ends; nothing for one that an earlier step has finished."""
+        sequence = row.sequence
+        if sequence.finished or not row.samples:
+            return [], NONE
+        sequence.sampling -= 1
+        sampling = sequence.admission.sampling
+        token = oracle.token(sampling.seed, sequence.num_output)
+        sequence.tokens.append(token)
+        if token == oracle.EOS or token in sampling.stop_token_ids:
+            return [token], STOP
+        full = sequence.num_output >= sampling.max_tokens or len(sequence.tokens) >= self.description.max_model_len
+        return [token], LENGTH if full else NONE
+
+    def _finish(self, sequence_id: int) -> None:
+        """Its blocks are free once no prepared step uses them."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return
+        sequence.finished = True
+        if sequence.steps == 0:
+            self._drop(sequence_id)
+
+    def _drop(self, sequence_id: int) -> None:
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self._free += sequence.blocks

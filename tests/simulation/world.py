@@ -1,0 +1,274 @@
+"""A scheduler core with model executors around it, and a client's and a ledger's view of what comes out, checked at every event.
+
+Every effect is checked as it comes: a transition starts from the state recorded last, tokens continue without gap and are the
+oracle's, nothing follows a terminal state. Results and events can be handed in in any order that a network allows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from tests.simulation import oracle
+from tests.simulation.model_executor import ModelExecutor
+from tokenmill_scheduler.core import invariants
+from tokenmill_scheduler.core.records import (
+    Cancelled,
+    Effect,
+    Event,
+    ExecutorDescription,
+    ExecutorJoined,
+    ExecutorLost,
+    Plan,
+    PlanDue,
+    PlanIssued,
+    Result,
+    ResultArrived,
+    Submitted,
+    TextStop,
+    Tick,
+    TokensGenerated,
+    Transitioned,
+    Updated,
+)
+from tokenmill_scheduler.core.request import TERMINAL, TRANSITIONS, Request, Sampling, State
+from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
+
+MODEL = "tiny"
+
+
+def description(
+    name: str = "x",
+    *,
+    model: str = MODEL,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    max_model_len: int = 256,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    pipeline_depth: int = 2,
+) -> ExecutorDescription:
+    return ExecutorDescription(
+        name, model, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens, pipeline_depth
+    )
+
+
+@dataclass
+class Record:
+    """What the ledger has of one request."""
+
+    request: Request
+    state: State = State.WAITING
+    output: list[int] = field(default_factory=list)
+    transitions: list[Transitioned] = field(default_factory=list)
+    admissions: int = 0
+
+    @property
+    def ended(self) -> Transitioned | None:
+        return self.transitions[-1] if self.state in TERMINAL else None
+
+    @property
+    def path(self) -> str:
+        return " ".join([State.WAITING, *(t.after for t in self.transitions)])
+
+
+class World:
+    """Seeds name requests: request "r7" has seed 7. `overlap` is the executors' way to prepare the next plan early."""
+
+    def __init__(self, config: SchedulerConfig | None = None, *executors: ExecutorDescription, overlap: bool = False) -> None:
+        self.config = config or SchedulerConfig()
+        self.core = Scheduler(self.config)
+        self.now_s = 1000.0
+        self.records: dict[str, Record] = {}
+        self.executors: dict[str, ModelExecutor] = {}
+        self.arriving: dict[str, deque[Result]] = {}
+        self.plans: list[Plan] = []
+        self.effects: list[Effect] = []
+        for executor in executors:
+            self.executors[executor.name] = ModelExecutor(executor, overlap)
+            self.arriving[executor.name] = deque()
+            self._join(executor.name)
+
+    # ---- events ----
+
+    def handle(self, event: Event) -> list[Effect]:
+        effects = self.core.handle(event, self.now_s)
+        self.effects += effects
+        for effect in effects:
+            self._record(effect)
+        invariants.check(self.core)
+        return effects
+
+    def submit(
+        self,
+        seed: int,
+        prompt: int = 4,
+        max_tokens: int = 8,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        model: str = MODEL,
+        sampling: Sampling | None = None,
+    ) -> str:
+        request = Request(
+            f"r{seed}",
+            model,
+            tuple(range(100, 100 + prompt)),
+            sampling or Sampling(max_tokens=max_tokens, seed=seed),
+            self.now_s,
+            priority,
+            deadline_s,
+        )
+        self.records[request.request_id] = Record(request)
+        self.handle(Submitted(request))
+        return request.request_id
+
+    def cancel(self, request_id: str) -> list[Effect]:
+        return self.handle(Cancelled(request_id, "by the client"))
+
+    def update(self, request_id: str, priority: int | None = None, deadline_s: float | None = None) -> list[Effect]:
+        return self.handle(Updated(request_id, priority, deadline_s))
+
+    def tick(self, seconds: float = 0.0) -> list[Effect]:
+        self.now_s += seconds
+        return self.handle(Tick())
+
+    def plan(self, executor: str = "x", *, send: bool = True) -> Plan | None:
+        """Asks for a plan and queues it at the executor; not `send`: it is lost on the way."""
+        issued = [effect for effect in self.handle(PlanDue(executor)) if isinstance(effect, PlanIssued)]
+        assert len(issued) <= 1
+        if not issued:
+            return None
+        plan = issued[0].plan
+        self.plans.append(plan)
+        if send:
+            self.executors[executor].send(plan)
+        return plan
+
+    def step(self, executor: str = "x") -> Result:
+        """The executor carries out its oldest plan; the result is on its way."""
+        result = self.executors[executor].step()
+        self.arriving[executor].append(result)
+        return result
+
+    def deliver(self, executor: str = "x", text_stops: dict[int, TextStop] | None = None) -> list[Effect]:
+        """Hands in the oldest result on its way."""
+        return self.handle(ResultArrived(executor, self.arriving[executor].popleft(), text_stops or {}))
+
+    def turn(self, executor: str = "x") -> Plan | None:
+        """One unpipelined step: plan, carry out, hand in."""
+        plan = self.plan(executor)
+        if plan is not None:
+            self.step(executor)
+            self.deliver(executor)
+        return plan
+
+    def lose(self, executor: str = "x", reason: str = "gone") -> None:
+        """The executor dies with its plans and results on the way."""
+        epoch = self.executors[executor].epoch
+        self.arriving[executor].clear()
+        self.handle(ExecutorLost(executor, epoch, reason))
+
+    def rejoin(self, executor: str = "x") -> None:
+        self.executors[executor].restart(self.executors[executor].epoch + 1)
+        self._join(executor)
+
+    def restart_scheduler(self) -> None:
+        """Kill the scheduler and take all unfinished requests up again from the record."""
+        self.core = Scheduler(self.config)
+        for record in [r for r in self.records.values() if r.state not in TERMINAL]:
+            self.handle(Submitted(record.request, tuple(record.output), record.state))
+        for name in self.executors:
+            self.arriving[name].clear()
+            self.rejoin(name)
+
+    def drain(self, most_steps: int = 10_000) -> None:
+        """Goes on without faults, with full pipelines, until nothing is left to do."""
+        for _ in range(most_steps):
+            if not self._advance_all():
+                break
+        else:
+            raise AssertionError(f"not done after {most_steps} steps: {self.unfinished}")
+
+    def _advance_all(self) -> bool:
+        busy = False
+        for name, executor in self.executors.items():
+            if not self._joined(name):
+                continue
+            while self.plan(name):
+                busy = True
+            if not executor.idle:
+                self.step(name)
+            if self.arriving[name]:
+                self.deliver(name)
+                busy = True
+        due_s = self.core.next_wakeup_s()
+        if not busy and due_s is not None:
+            self.now_s = max(self.now_s, due_s)
+            self.tick()
+            busy = True
+        return busy
+
+    # ---- what came of it ----
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [request_id for request_id, record in self.records.items() if record.state not in TERMINAL]
+
+    def output(self, request_id: str) -> list[int]:
+        return self.records[request_id].output
+
+    def state(self, request_id: str) -> State:
+        return self.records[request_id].state
+
+    def expected(self, request_id: str, executor: str = "x") -> list[int]:
+        """The oracle's whole output."""
+        request = self.records[request_id].request
+        most = self.executors[executor].description.max_model_len
+        return oracle.whole_output(request.sampling.seed, len(request.prompt), request.sampling.max_tokens, most)
+
+    def check_idle(self) -> None:
+        """All ended; all blocks free; no gauge above zero; no block was ever missing."""
+        assert self.unfinished == []
+        for name, executor in self.executors.items():
+            assert executor.blocks.free == executor.description.num_blocks, f"{name} still holds blocks"
+        assert (self.core.num_running, self.core.num_waiting, self.core.kv_cache_usage) == (0, 0, 0.0)
+
+    def _joined(self, name: str) -> bool:
+        return any(view.name == name and view.joined for view in self.core.executors())
+
+    def _join(self, name: str) -> None:
+        executor = self.executors[name]
+        self.handle(ExecutorJoined(executor.description, executor.epoch, executor.blocks))
+
+    def _record(self, effect: Effect) -> None:
+        match effect:
+            case Transitioned():
+                self._record_transition(effect)
+            case TokensGenerated():
+                self._record_tokens(effect)
+            case Updated():
+                assert self.records[effect.request_id].state not in TERMINAL
+
+    def _record_transition(self, effect: Transitioned) -> None:
+        record = self.records[effect.request_id]
+        assert effect.before == record.state, f"{effect.request_id} is {record.state}, not {effect.before}"
+        assert effect.after in TRANSITIONS[effect.before]
+        assert (effect.finish_reason is not None) == (effect.after in TERMINAL)
+        record.state = effect.after
+        record.admissions += effect.after is State.PREFILL
+        record.transitions.append(effect)
+
+    def _record_tokens(self, effect: TokensGenerated) -> None:
+        assert len(set(effect.request_ids)) == len(effect.request_ids)
+        assert sum(effect.counts) == len(effect.token_ids)
+        start = 0
+        for request_id, first, count in zip(effect.request_ids, effect.first_indexes, effect.counts, strict=True):
+            record = self.records[request_id]
+            assert record.state not in TERMINAL, f"a token for {request_id} after its end"
+            assert first == len(record.output), f"{request_id}: index {first} after {len(record.output)} tokens"
+            tokens = list(effect.token_ids[start : start + count])
+            seed = record.request.sampling.seed
+            assert tokens == [oracle.token(seed, first + i) for i in range(count)], f"{request_id} got another's token"
+            record.output += tokens
+            start += count
