@@ -26,6 +26,27 @@ class LedgerConflict(LedgerError):
     """A guard failed: the row is not in the state that the record says. A bug of ours or a lost lease; never tried again."""
 
 
+class LedgerCorrupt(LedgerError):
+    """Stored rows contradict each other."""
+
+
+class SchemaMismatch(LedgerError):
+    """The database has another schema than this release; the message says which and what to run."""
+
+
+class LeaseLost(LedgerConflict):
+    """A lease that the write was fenced by has been taken or given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of `owner` to drive `executor`; `epoch` is its fencing number. A higher epoch fences out the lower."""
+
+    executor: str
+    owner: str
+    epoch: int
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A request to be accepted. `payload_digest` tells an equal payload from another under the same client-given id."""
@@ -100,30 +121,38 @@ class RequestPage:
 
 
 class Ledger(Protocol):
-    """Thread-safe. Reads may be called from any thread; `write` from one thread at a time."""
+    """Thread-safe; writes take turns. Every method may raise LedgerUnavailable.
 
-    def write(self, records: Sequence[Record]) -> list[Outcome]:
+    Tokens of a request must follow the last one stored and a move must leave the stored state: else LedgerConflict.
+    """
+
+    def write(self, records: Sequence[Record], leases: Sequence[Lease] = ()) -> list[Outcome]:
         """Writes all records in one transaction, durable on return, and answers for each.
 
         A Submission that exists already gives JOINED or CONFLICT and does not disturb the others.
-        Raises LedgerUnavailable (nothing written, may be repeated) or LedgerConflict (nothing written).
+        Raises LedgerUnavailable (the same call may be repeated, and never writes twice), LedgerConflict (nothing written), or
+        LeaseLost when one of `leases` no longer holds (nothing written).
         """
 
     def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:
-        """Every request in no terminal state, in order of arrival, with its output so far."""
+        """Every request in no terminal state, in order of arrival (ties: of acceptance), with its output so far."""
 
     def find(self, request_id: str) -> StoredRequest | None: ...
 
     def payload_digest(self, request_id: str) -> bytes | None: ...
 
-    def output(self, request_id: str, first_index: int = 0) -> StoredOutput: ...
+    def output(self, request_id: str, first_index: int = 0) -> StoredOutput:
+        """Empty when there is none from `first_index` on. Raises LedgerCorrupt when the stored chunks do not join."""
 
     def transitions(self, request_id: str) -> tuple[StoredTransition, ...]: ...
 
     def query(self, query: RequestQuery) -> RequestPage:
-        """Raises ValueError when the page token is not one it gave."""
+        """Newest arrivals first unless `oldest_first`. Raises ValueError when the page token is not one it gave."""
 
     def next_epoch(self, executor: str, at_least: int) -> int:
         """A number never given before for this executor and ≥ `at_least`, durable on return."""
+
+    def prune(self, finished_before_s: float, limit: int) -> int:
+        """Deletes up to `limit` requests that ended before then (Unix seconds), with their output; returns how many."""
 
     def close(self) -> None: ...

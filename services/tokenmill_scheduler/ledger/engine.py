@@ -1,0 +1,167 @@
+"""Connections to SQLite or PostgreSQL, and what their errors mean.
+
+Two pools a database: one for writes (on SQLite `BEGIN IMMEDIATE`, so that a busy database is waited for) and one for reads, each
+read transaction seeing one snapshot. Must not know: tables.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable
+
+BUSY_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5
+# A stopped scheduler must not hold its row locks for ever: PostgreSQL ends its transaction after this long.
+IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000
+
+# SQLite's primary result codes that pass with time, or when an operator makes room or mends permissions.
+_PASSING_SQLITE_CODES = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+_READ_ONLY_TRANSACTION = "25006"
+
+
+class UnsupportedDatabase(ValueError):
+    """The URL names no database that the ledger can use; the message says which it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The two pools on one database."""
+
+    write: Engine
+    read: Engine
+
+    @property
+    def dialect(self) -> str:
+        """`sqlite` or `postgresql`."""
+        return self.write.dialect.name
+
+    def dispose(self) -> None:
+        self.write.dispose()
+        self.read.dispose()
+
+
+def parse_url(url: str) -> URL:
+    """Raises UnsupportedDatabase."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise UnsupportedDatabase(f"{url!r} is no database URL: use sqlite:///FILE or postgresql+psycopg://HOST/NAME") from None
+    backend = parsed.get_backend_name()
+    if backend == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if backend != "sqlite":
+        raise UnsupportedDatabase(f"{backend} is not supported: use sqlite:///FILE or postgresql+psycopg://HOST/NAME")
+    if parsed.database in (None, "", ":memory:"):
+        raise UnsupportedDatabase("a SQLite database in memory is lost with the process: name a file, sqlite:///FILE")
+    return parsed
+
+
+def connect(url: str, *, durable: bool = True) -> Engines:
+    """Opens no connection yet. `durable` False trades the last commits before a power cut, never consistency, for speed."""
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return Engines(_sqlite(parsed, durable, "BEGIN IMMEDIATE"), _sqlite(parsed, durable, "BEGIN"))
+    return Engines(
+        _postgresql(parsed, durable),
+        # A connection that died while idle would fail a reader; the writer repeats its writes anyhow.
+        _postgresql(parsed, durable, isolation_level="REPEATABLE READ", pool_pre_ping=True),
+    )
+
+
+def _sqlite(url: URL, durable: bool, begin: str) -> Engine:
+    # Parameters are what clients sent: they do not belong in messages and logs.
+    engine = create_engine(url, hide_parameters=True, connect_args={"timeout": BUSY_TIMEOUT_S})
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _record: object) -> None:
+        # The driver begins no transactions; `begin` below does.
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def start(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _postgresql(url: URL, durable: bool, **options: Any) -> Engine:
+    engine = create_engine(
+        url,
+        hide_parameters=True,
+        connect_args={
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            # A server that vanished without a goodbye is noticed within about 20 s.
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 2,
+            "tcp_user_timeout": 20_000,
+        },
+        **options,
+    )
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _record: object) -> None:
+        connection.autocommit = True
+        connection.execute(f"SET synchronous_commit = {'on' if durable else 'off'}")
+        connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_TIMEOUT_MS}")
+        connection.autocommit = False
+
+    return engine
+
+
+@contextmanager
+def driver_errors() -> Iterator[None]:
+    """Turns what passes with time into LedgerUnavailable and a refused constraint into LedgerConflict.
+
+    Every other error of the driver is a bug and goes on as it is.
+    """
+    try:
+        yield
+    except IntegrityError as error:
+        raise LedgerConflict(_first_line(error.orig)) from error
+    except DBAPIError as error:
+        if not is_passing(error):
+            raise
+        raise LedgerUnavailable(_first_line(error.orig)) from error
+    except PoolTimeout as error:
+        raise LedgerUnavailable(_first_line(error)) from error
+
+
+def is_passing(error: DBAPIError) -> bool:
+    """Whether the same statement may succeed later."""
+    if error.connection_invalidated:
+        return True
+    original = error.orig
+    if isinstance(original, sqlite3.Error):
+        # Extended codes carry the primary one in their low byte.
+        return getattr(original, "sqlite_errorcode", 0) & 0xFF in _PASSING_SQLITE_CODES
+    if isinstance(error, InternalError):
+        return getattr(original, "sqlstate", None) == _READ_ONLY_TRANSACTION
+    return isinstance(error, OperationalError | InterfaceError)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

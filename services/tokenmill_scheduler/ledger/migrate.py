@@ -1,0 +1,124 @@
+"""The schema's migrations from Python: where they are, what a database has, how to get from one to the other.
+
+All but `prepare` take a database URL and raise UnsupportedDatabase or LedgerUnavailable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, text
+
+from tokenmill_scheduler.ledger.engine import connect, driver_errors
+from tokenmill_scheduler.ledger.port import SchemaMismatch
+
+# Held while migrating a PostgreSQL database, so that two schedulers that start together do not both create the tables.
+_ADVISORY_LOCK = 7_600_760_001
+
+
+class SchemaState(StrEnum):
+    EMPTY = "empty"
+    CURRENT = "current"
+    OLDER = "older"
+    # Written by another, later release: a revision that this one does not know.
+    NEWER = "newer"
+
+
+def migrations_folder() -> Path:
+    """In an installed wheel beside this module, in a checkout at its root."""
+    here = Path(__file__).resolve()
+    installed = here.parent / "_migrations"
+    return installed if installed.is_dir() else here.parents[3] / "migrations"
+
+
+def head() -> str:
+    """The revision of this release."""
+    revision = ScriptDirectory(str(migrations_folder())).get_current_head()
+    assert revision is not None
+    return revision
+
+
+def current(url: str) -> str | None:
+    """The revision that the database has; None when it has no tables of ours."""
+    engines = connect(url)
+    try:
+        with driver_errors(), engines.read.connect() as connection:
+            return _revision(connection)
+    finally:
+        engines.dispose()
+
+
+def check(url: str) -> SchemaState:
+    """How the database's schema stands to this release."""
+    return _state(current(url))
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    """All or nothing: an interrupted upgrade leaves the database as it was."""
+    _migrate(url, lambda config: command.upgrade(config, revision))
+
+
+def downgrade(url: str, revision: str) -> None:
+    """To an older revision, or to `base`, which drops every table."""
+    _migrate(url, lambda config: command.downgrade(config, revision))
+
+
+def prepare(engine: Engine, *, create: bool) -> None:
+    """Makes the tables of an empty database if `create`. Raises SchemaMismatch unless the schema is this release's."""
+    with driver_errors(), engine.connect() as connection:
+        revision = _revision(connection)
+    if revision is None and create:
+        _run(engine, lambda config: command.upgrade(config, "head"))
+        return
+    match _state(revision):
+        case SchemaState.EMPTY:
+            raise SchemaMismatch("the database has no tables yet: run `tokenmill db upgrade`")
+        case SchemaState.OLDER:
+            raise SchemaMismatch(
+                f"the database has schema {revision}, older than this release's {head()}: stop every scheduler on it, back it up, "
+                "and run `tokenmill db upgrade`"
+            )
+        case SchemaState.NEWER:
+            raise SchemaMismatch(
+                f"the database has schema {revision}, which this release (schema {head()}) does not know: start the release that "
+                f"wrote it, or with that release run `tokenmill db downgrade {head()}`"
+            )
+        case SchemaState.CURRENT:
+            return
+
+
+def _revision(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def _state(revision: str | None) -> SchemaState:
+    if revision is None:
+        return SchemaState.EMPTY
+    known = [script.revision for script in ScriptDirectory(str(migrations_folder())).walk_revisions()]
+    if revision not in known:
+        return SchemaState.NEWER
+    return SchemaState.CURRENT if revision == known[0] else SchemaState.OLDER
+
+
+def _migrate(url: str, step: Callable[[Config], None]) -> None:
+    engines = connect(url)
+    try:
+        _run(engines.write, step)
+    finally:
+        engines.dispose()
+
+
+def _run(engine: Engine, step: Callable[[Config], None]) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    with driver_errors(), engine.begin() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK})
+        config.attributes["connection"] = connection
+        step(config)

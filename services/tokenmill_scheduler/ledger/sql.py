@@ -1,0 +1,172 @@
+"""The ledger on a SQL database: transactions, retries and errors around the statements of store.py, queries.py and leases.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from tokenmill_scheduler.ledger import leases as lease_rows
+from tokenmill_scheduler.ledger import queries, store
+from tokenmill_scheduler.ledger.engine import Engines, connect, driver_errors
+from tokenmill_scheduler.ledger.migrate import prepare
+from tokenmill_scheduler.ledger.port import (
+    Lease,
+    LedgerConflict,
+    LedgerUnavailable,
+    Outcome,
+    Record,
+    RequestPage,
+    RequestQuery,
+    StoredOutput,
+    StoredRequest,
+    StoredTransition,
+)
+from tokenmill_scheduler.ledger.statements import Statements
+
+_TRANSACTION_ID = text("SELECT pg_current_xact_id()::text")
+_TRANSACTION_STATUS = text("SELECT pg_xact_status(CAST(:id AS xid8))")
+
+
+def open_ledger(url: str, *, durable: bool = True, create: bool = True) -> SqlLedger:
+    """Opens the database at `url`: `sqlite:///FILE` or `postgresql+psycopg://…`.
+
+    An empty database (for SQLite also a file that does not exist) gets its tables, unless `create` is False. `durable` False lets
+    a power cut, but no crash of a process, take the last commits. Raises UnsupportedDatabase, SchemaMismatch, LedgerUnavailable.
+    """
+    engines = connect(url, durable=durable)
+    try:
+        prepare(engines.write, create=create)
+    except BaseException:
+        engines.dispose()
+        raise
+    return SqlLedger(engines)
+
+
+@dataclass(frozen=True, slots=True)
+class _InDoubt:
+    """A commit whose answer was lost with the connection: it was carried out or not, which `transaction_id` finds out."""
+
+    transaction_id: str
+    records: tuple[Record, ...]
+    outcomes: list[Outcome]
+
+
+class SqlLedger:
+    """Implements `Ledger`. Made by `open_ledger`."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._statements = Statements(engines.dialect)
+        # SQLite has one writer at a time: waiting here is fair and wakes at once, unlike its busy timeout.
+        self._turn = threading.Lock()
+        self._in_doubt: _InDoubt | None = None
+
+    def write(self, records: Sequence[Record], leases: Sequence[Lease] = ()) -> list[Outcome]:
+        with self._turn, driver_errors():
+            settled = self._settle(records)
+            if settled is not None:
+                return settled
+            try:
+                return self._write(records, leases)
+            except IntegrityError:
+                # On PostgreSQL another scheduler may have accepted the same id in between: the second time it is seen.
+                return self._write(records, leases)
+
+    def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:
+        with self._read() as connection:
+            yield from queries.unfinished(connection)
+
+    def find(self, request_id: str) -> StoredRequest | None:
+        with self._read() as connection:
+            return queries.find(connection, request_id)
+
+    def payload_digest(self, request_id: str) -> bytes | None:
+        with self._read() as connection:
+            return queries.payload_digest(connection, request_id)
+
+    def output(self, request_id: str, first_index: int = 0) -> StoredOutput:
+        with self._read() as connection:
+            return queries.output(connection, request_id, first_index)
+
+    def transitions(self, request_id: str) -> tuple[StoredTransition, ...]:
+        with self._read() as connection:
+            return queries.stored_transitions(connection, request_id)
+
+    def query(self, query: RequestQuery) -> RequestPage:
+        with self._read() as connection:
+            return queries.query(connection, query)
+
+    def next_epoch(self, executor: str, at_least: int) -> int:
+        with driver_errors(), self._engines.write.begin() as connection:
+            return lease_rows.next_epoch(connection, executor, at_least)
+
+    def acquire_lease(self, executor: str, owner: str, lease_s: float, at_least: int = 0) -> Lease | None:
+        with driver_errors(), self._engines.write.connect() as connection:
+            transaction = connection.begin()
+            lease = lease_rows.acquire(connection, executor, owner, lease_s, at_least)
+            if lease is None:
+                transaction.rollback()
+            else:
+                transaction.commit()
+            return lease
+
+    def renew_lease(self, lease: Lease, lease_s: float) -> bool:
+        with driver_errors(), self._engines.write.begin() as connection:
+            return lease_rows.renew(connection, lease, lease_s)
+
+    def release_lease(self, lease: Lease) -> None:
+        with driver_errors(), self._engines.write.begin() as connection:
+            lease_rows.release(connection, lease)
+
+    def prune(self, finished_before_s: float, limit: int) -> int:
+        with self._turn, driver_errors(), self._engines.write.begin() as connection:
+            return store.prune(connection, finished_before_s, limit)
+
+    def close(self) -> None:
+        self._engines.dispose()
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with driver_errors(), self._engines.read.connect() as connection:
+            yield connection
+
+    def _write(self, records: Sequence[Record], leases: Sequence[Lease]) -> list[Outcome]:
+        with self._engines.write.connect() as connection:
+            transaction = connection.begin()
+            lease_rows.hold(connection, leases)
+            outcomes = store.write(connection, self._statements, records)
+            transaction_id = self._transaction_id(connection)
+            try:
+                transaction.commit()
+            except DBAPIError:
+                if transaction_id:
+                    self._in_doubt = _InDoubt(transaction_id, tuple(records), outcomes)
+                raise
+            return outcomes
+
+    def _transaction_id(self, connection: Connection) -> str:
+        """Empty on SQLite, whose commit cannot be in doubt: the process that asks is the one that does it."""
+        if self._engines.dialect == "sqlite":
+            return ""
+        return str(connection.scalar(_TRANSACTION_ID))
+
+    def _settle(self, records: Sequence[Record]) -> list[Outcome] | None:
+        """The outcomes, if the last write was carried out after all and this one repeats it."""
+        doubt = self._in_doubt
+        if doubt is None:
+            return None
+        with self._engines.write.begin() as connection:
+            status = connection.scalar(_TRANSACTION_STATUS, {"id": doubt.transaction_id})
+        if status == "in progress":
+            raise LedgerUnavailable("the database has not yet ended a transaction whose connection broke")
+        self._in_doubt = None
+        if status == "aborted":
+            return None
+        if doubt.records != tuple(records):
+            raise LedgerConflict("a write in doubt was not repeated as it was")
+        return doubt.outcomes

@@ -1,0 +1,145 @@
+"""Writes: what one transaction does with a batch of records, and pruning. Works in the transaction of the connection it is given.
+
+Raises LedgerConflict when a guard did not hold; the caller then rolls everything back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, delete, select
+
+from tokenmill_scheduler.core.records import Transitioned
+from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.ledger.batch import Batch, Change, Chunk, fold
+from tokenmill_scheduler.ledger.codec import clean, pack_parameters, pack_tokens
+from tokenmill_scheduler.ledger.port import Outcome, Record, Submission
+from tokenmill_scheduler.ledger.statements import Statements
+from tokenmill_scheduler.ledger.tables import requests
+
+# A tail moves to `tokens` when it passes a multiple of this many tokens; sooner with log probabilities, whose tails are wide.
+TAIL_TOKENS = 64
+TAIL_TOKENS_WITH_LOGPROBS = 8
+# Parameters of one IN list: SQLite takes 32,766.
+_IDS_A_QUERY = 1000
+
+Row = tuple[Any, ...]
+
+
+def write(connection: Connection, statements: Statements, records: Sequence[Record]) -> list[Outcome]:
+    """Answers for each record. Submissions first: the other records of the batch may be about them."""
+    batch = fold(records)
+    outcomes = _submit(connection, statements, batch.submissions)
+    _append_tokens(connection, statements, batch)
+    updates = [(update.request_id, update.priority, update.deadline_s) for update in batch.updates.values()]
+    statements.update_requests.run_all(connection, updates, "update")
+    _move(connection, statements, batch)
+    return [next(outcomes) if isinstance(record, Submission) else Outcome.WRITTEN for record in records]
+
+
+def _submit(connection: Connection, statements: Statements, submissions: Sequence[Submission]) -> Iterator[Outcome]:
+    """The first of an id is written, the others are told whether they are the same."""
+    digests = _stored_digests(connection, [submission.request.request_id for submission in submissions])
+    outcomes: list[Outcome] = []
+    new: list[Submission] = []
+    for submission in submissions:
+        stored = digests.get(submission.request.request_id)
+        if stored is None:
+            digests[submission.request.request_id] = submission.payload_digest
+            new.append(submission)
+            outcomes.append(Outcome.WRITTEN)
+        else:
+            outcomes.append(Outcome.JOINED if stored == submission.payload_digest else Outcome.CONFLICT)
+    statements.insert_requests.run_all(connection, [_request_row(submission) for submission in new], "submission")
+    statements.insert_transitions.run_all(connection, [_arrival_row(submission) for submission in new], "submission")
+    return iter(outcomes)
+
+
+def _stored_digests(connection: Connection, request_ids: Sequence[str]) -> dict[str, bytes]:
+    digests: dict[str, bytes] = {}
+    for start in range(0, len(request_ids), _IDS_A_QUERY):
+        some = request_ids[start : start + _IDS_A_QUERY]
+        found = connection.execute(select(requests.c.request_id, requests.c.payload_digest).where(requests.c.request_id.in_(some)))
+        digests.update((request_id, digest) for request_id, digest in found)
+    return digests
+
+
+def _append_tokens(connection: Connection, statements: Statements, batch: Batch) -> None:
+    """A tail that has become long moves to `tokens`; those of requests that end in this batch move in `_move`."""
+    first = {request_id: chunk for request_id, chunk in batch.chunks.items() if chunk.first_index == 0}
+    rest = {request_id: chunk for request_id, chunk in batch.chunks.items() if chunk.first_index > 0}
+    statements.start_tails.run_all(connection, [_first_chunk_row(id_, chunk) for id_, chunk in first.items()], "first tokens")
+    statements.grow_tails.run_all(connection, [_next_chunk_row(id_, chunk) for id_, chunk in rest.items()], "tokens")
+    ended = set(batch.ended())
+    full = [(request_id,) for request_id, chunk in batch.chunks.items() if request_id not in ended and _fills_tail(chunk)]
+    statements.copy_tails.run(connection, full)
+    statements.empty_tails.run(connection, full)
+
+
+def _fills_tail(chunk: Chunk) -> bool:
+    limit = TAIL_TOKENS_WITH_LOGPROBS if chunk.logprobs else TAIL_TOKENS
+    return chunk.first_index // limit < chunk.end // limit
+
+
+def _move(connection: Connection, statements: Statements, batch: Batch) -> None:
+    statements.change_states.run_all(connection, [_change_row(id_, change) for id_, change in batch.changes.items()], "move")
+    statements.insert_transitions.run_all(connection, [_transition_row(move) for move in batch.transitions], "transition")
+    ended = [(request_id,) for request_id in batch.ended()]
+    statements.sum_up_tails.run(connection, ended)
+    statements.copy_tails.run(connection, ended)
+    statements.delete_tails.run(connection, ended)
+
+
+def prune(connection: Connection, finished_before_s: float, limit: int) -> int:
+    """Deletes up to `limit` requests that ended before then, oldest first, with all that belongs to them."""
+    oldest = select(requests.c.number).where(requests.c.finished_s < finished_before_s)
+    some = oldest.order_by(requests.c.finished_s).limit(limit).scalar_subquery()
+    return connection.execute(delete(requests).where(requests.c.number.in_(some))).rowcount
+
+
+def _request_row(submission: Submission) -> Row:
+    request = submission.request
+    return (
+        request.request_id,
+        submission.payload_digest,
+        request.model,
+        request.tenant,
+        request.priority,
+        State.WAITING.value,
+        request.arrival_s,
+        request.deadline_s,
+        int(request.detached),
+        "",
+        0,
+        0,
+        "",
+        0,
+        pack_parameters(request),
+        pack_tokens(request.prompt),
+    )
+
+
+def _arrival_row(submission: Submission) -> Row:
+    return (submission.request.request_id, None, State.WAITING.value, submission.request.arrival_s, "", "")
+
+
+def _transition_row(move: Transitioned) -> Row:
+    return (move.request_id, move.before.value, move.after.value, move.at_s, clean(move.reason), move.executor)
+
+
+def _first_chunk_row(request_id: str, chunk: Chunk) -> Row:
+    return (request_id, chunk.end, chunk.token_ids, chunk.logprobs, chunk.at_s)
+
+
+def _next_chunk_row(request_id: str, chunk: Chunk) -> Row:
+    return (request_id, chunk.first_index, chunk.end - chunk.first_index, chunk.token_ids, chunk.logprobs)
+
+
+def _change_row(request_id: str, change: Change) -> Row:
+    guard = (request_id, change.before.value, change.after.value, change.executor, change.preemptions)
+    ending = change.ending
+    if ending is None:
+        return (*guard, None, None, "", 0)
+    reason = ending.finish_reason.value if ending.finish_reason else None
+    return (*guard, ending.at_s, reason, clean(ending.error), ending.error_code)

@@ -1,0 +1,131 @@
+"""The ledger's tables, as SQLAlchemy Core sees them. `migrations/` makes them; a test compares the two.
+
+A request's output lies in two places. Its newest tokens are in its one row of `tails`, which grows in place; when a tail is long
+enough it moves to `tokens` as a chunk that never changes again. One token for each of 256 streams thus touches the few dozen
+pages of `tails`, not 256 pages all over `tokens`: measured on SQLite, five times the tokens a second.
+
+Times are Unix seconds. Must not know: connections, dialect differences beyond types.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Column, Double, ForeignKey, Identity, Index, Integer, LargeBinary, MetaData, Table, Text, text
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# SQLite numbers rows by itself only in a column of type INTEGER.
+_Serial = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _request_id(*, primary_key: bool = False) -> Column[str]:
+    owner = ForeignKey("requests.request_id", ondelete="CASCADE")
+    return Column("request_id", Text, owner, primary_key=primary_key, nullable=False)
+
+
+requests = Table(
+    "requests",
+    metadata,
+    # Order of acceptance: breaks ties of arrival.
+    Column("number", _Serial, Identity(), primary_key=True),
+    Column("request_id", Text, nullable=False, unique=True),
+    Column("payload_digest", LargeBinary, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("arrival_s", Double, nullable=False),
+    Column("deadline_s", Double),
+    Column("detached", Integer, nullable=False),
+    # The executor it runs on, empty when it does not run.
+    Column("executor", Text, nullable=False),
+    Column("preemptions", Integer, nullable=False),
+    # The five below are set when the request ends; until then output is counted in `tails`.
+    Column("num_output_tokens", Integer, nullable=False),
+    Column("first_token_s", Double),
+    Column("finished_s", Double),
+    Column("finish_reason", Text),
+    Column("error", Text, nullable=False),
+    Column("error_code", Integer, nullable=False),
+    # JSON: sampling, stop, include_stop, cache_salt.
+    Column("parameters", Text, nullable=False),
+    # Token ids, packed little-endian u32. Last, so that reading the other columns does not read through it.
+    Column("prompt", LargeBinary, nullable=False),
+    Index("ix_requests_arrival", "arrival_s", "number"),
+    Index(
+        "ix_requests_unfinished",
+        "arrival_s",
+        "number",
+        sqlite_where=text("finished_s IS NULL"),
+        postgresql_where=text("finished_s IS NULL"),
+    ),
+    Index(
+        "ix_requests_retention",
+        "finished_s",
+        sqlite_where=text("finished_s IS NOT NULL"),
+        postgresql_where=text("finished_s IS NOT NULL"),
+    ),
+)
+
+transitions = Table(
+    "transitions",
+    metadata,
+    Column("number", _Serial, Identity(), primary_key=True),
+    _request_id(),
+    # Null in a request's first transition: it was submitted.
+    Column("before_state", Text),
+    Column("after_state", Text, nullable=False),
+    Column("at_s", Double, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("executor", Text, nullable=False),
+    Index("ix_transitions_request", "request_id", "number"),
+)
+
+# Output that is complete as a chunk: token_ids are packed little-endian u32, logprobs as in codec.py or null.
+tokens = Table(
+    "tokens",
+    metadata,
+    _request_id(primary_key=True),
+    Column("first_index", Integer, primary_key=True, autoincrement=False),
+    Column("count", Integer, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary),
+    sqlite_with_rowid=False,
+)
+
+# The newest output of a request that has not ended: grows by guarded updates, `first_index + count` is the next index.
+tails = Table(
+    "tails",
+    metadata,
+    _request_id(primary_key=True),
+    Column("first_index", Integer, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    Column("first_token_s", Double, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# `epoch` is the highest ever given out for this executor.
+executors = Table(
+    "executors",
+    metadata,
+    Column("executor", Text, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+)
+
+# Which scheduler drives an executor. The epoch is the fencing number: writes of a scheduler whose lease was taken match no row.
+leases = Table(
+    "leases",
+    metadata,
+    Column("executor", Text, ForeignKey("executors.executor", ondelete="CASCADE"), primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("expires_s", Double, nullable=False),
+)

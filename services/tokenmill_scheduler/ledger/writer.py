@@ -1,0 +1,220 @@
+"""Commit, then tell: one thread that writes what the event loop hands it, all that gathered since the last commit at once.
+
+A slow disk thus delays streams, never the loop. Records are written in the order they were handed over. While the ledger is
+unavailable they wait and the same write is repeated; any other error stops the writer for good (a guard that failed means that
+this process no longer knows the truth), and the owner is told. Must not know: SQL, what the records mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenmill_scheduler.ledger.port import Ledger, LedgerUnavailable, Outcome, Record, Submission
+
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 1.0
+
+OnDurable = Callable[[list[Outcome]], None]
+OnLost = Callable[[Exception], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Records handed over together: one transaction has all of them."""
+
+    records: Sequence[Record]
+    on_durable: OnDurable | None
+    on_lost: OnLost | None
+    since_s: float
+
+
+class LedgerWriter:
+    """Its methods belong to the event loop; they never block it. Call `start` first.
+
+    `max_backlog`: records waiting above which `saturated` is true and submissions are refused. It does not refuse `append`, for
+    results of steps under way must be kept: the loop sends no more plans while the writer is saturated, which bounds the rest.
+    `max_batch`: most records one transaction takes, unless one call hands over more.
+    `on_failure` is called on the loop, once, with what stopped the writer.
+    """
+
+    def __init__(
+        self, ledger: Ledger, on_failure: Callable[[Exception], None], *, max_backlog: int = 8192, max_batch: int = 1024
+    ) -> None:
+        self._ledger = ledger
+        self._on_failure = on_failure
+        self._max_backlog = max_backlog
+        self._max_batch = max_batch
+        self._changed = threading.Condition()
+        # Guarded by `_changed`: what waits, what is being written, the number of records in both.
+        self._waiting: deque[_Entry] = deque()
+        self._writing: list[_Entry] = []
+        self._backlog = 0
+        self._closing = False
+        self._given_up = threading.Event()
+        self._failure: Exception | None = None
+        self._outage: LedgerUnavailable | None = None
+        self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
+
+    def start(self) -> None:
+        """To be called on the event loop that callbacks shall run on."""
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
+        self._thread.start()
+
+    def append(self, records: Sequence[Record], on_durable: OnDurable | None = None) -> None:
+        """Hands records over; `on_durable` gets an outcome for each, on the loop, after their commit.
+
+        Raises what stopped the writer, if it has stopped.
+        """
+        self._put(records, on_durable, None)
+
+    async def submit(self, submission: Submission) -> Outcome:
+        """Returns once it is durable. If the caller stops waiting it is written all the same.
+
+        Raises LedgerUnavailable at once while the ledger is away or the backlog is full, or what stopped the writer.
+        """
+        if self._outage is not None:
+            raise LedgerUnavailable(str(self._outage))
+        if self.saturated:
+            raise LedgerUnavailable(f"{self._backlog} records wait to be written")
+        answer: asyncio.Future[Outcome] = self._loop.create_future()
+
+        def on_durable(outcomes: list[Outcome]) -> None:
+            if not answer.done():
+                answer.set_result(outcomes[0])
+
+        def on_lost(error: Exception) -> None:
+            if not answer.done():
+                answer.set_exception(error)
+
+        self._put([submission], on_durable, on_lost)
+        return await answer
+
+    @property
+    def backlog(self) -> int:
+        """Records not yet durable."""
+        return self._backlog
+
+    @property
+    def saturated(self) -> bool:
+        """The loop should send no more plans until this is false again."""
+        return self._backlog >= self._max_backlog
+
+    @property
+    def outage(self) -> LedgerUnavailable | None:
+        """Why the write under way has to be repeated; None when the last one went well."""
+        return self._outage
+
+    def oldest_age_s(self) -> float:
+        """For how long the oldest record has waited; 0 when none does."""
+        with self._changed:
+            oldest = self._writing[0] if self._writing else self._waiting[0] if self._waiting else None
+        return time.monotonic() - oldest.since_s if oldest else 0.0
+
+    async def close(self, timeout_s: float) -> bool:
+        """Writes what waits, then stops. False if that took longer (or the writer had failed): what still waited is lost."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._stopped.wait()
+        except TimeoutError:
+            self._given_up.set()
+            self._lose(LedgerUnavailable("the scheduler stopped before the ledger was available"))
+            return False
+        return self._failure is None
+
+    def _put(self, records: Sequence[Record], on_durable: OnDurable | None, on_lost: OnLost | None) -> None:
+        entry = _Entry(records, on_durable, on_lost, time.monotonic())
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            if self._closing:
+                raise LedgerUnavailable("the scheduler is stopping")
+            self._waiting.append(entry)
+            self._backlog += len(records)
+            self._changed.notify()
+
+    # ---- on the loop, called by the thread ----
+
+    def _deliver(self, entries: Sequence[_Entry], outcomes: list[Outcome]) -> None:
+        """One wake-up of the loop for each commit, however many callbacks."""
+        start = 0
+        for entry in entries:
+            stop = start + len(entry.records)
+            if entry.on_durable is not None:
+                try:
+                    entry.on_durable(outcomes[start:stop])
+                except Exception as error:
+                    # One callback's bug must not keep the others from being told.
+                    self._loop.call_exception_handler({"message": "an on_durable callback failed", "exception": error})
+            start = stop
+
+    def _fail(self, error: Exception) -> None:
+        self._lose(error)
+        self._on_failure(error)
+
+    def _lose(self, error: Exception) -> None:
+        with self._changed:
+            lost = [*self._writing, *self._waiting]
+            self._waiting.clear()
+        for entry in lost:
+            if entry.on_lost is not None:
+                entry.on_lost(error)
+
+    # ---- on the thread ----
+
+    def _run(self) -> None:
+        try:
+            while entries := self._take():
+                outcomes = self._write([record for entry in entries for record in entry.records])
+                if outcomes is None:
+                    return
+                with self._changed:
+                    self._writing = []
+                    self._backlog -= len(outcomes)
+                self._call(self._deliver, entries, outcomes)
+        except Exception as error:
+            with self._changed:
+                self._failure = error
+            self._call(self._fail, error)
+        finally:
+            self._call(self._stopped.set)
+
+    def _take(self) -> list[_Entry]:
+        """Waits for entries and takes as many as fit one transaction; none when closing and all is written."""
+        with self._changed:
+            while not self._waiting and not self._closing:
+                self._changed.wait()
+            size = 0
+            while self._waiting and (not self._writing or size + len(self._waiting[0].records) <= self._max_batch):
+                size += len(self._waiting[0].records)
+                self._writing.append(self._waiting.popleft())
+            return self._writing
+
+    def _write(self, records: list[Record]) -> list[Outcome] | None:
+        """Repeats the write, at growing intervals, until it is done or the owner gives up (None)."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                outcomes = self._ledger.write(records)
+            except LedgerUnavailable as error:
+                self._outage = error
+            else:
+                self._outage = None
+                return outcomes
+            if self._given_up.wait(retry_s):
+                return None
+            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        # A closed loop has no one left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
