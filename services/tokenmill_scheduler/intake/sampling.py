@@ -59,7 +59,8 @@ def read_sampling(
     violations.require(
         max_tokens <= room.most, f"{field}.max_tokens", f"the prompt leaves room for {room.most} tokens; got {max_tokens}"
     )
-    violations.require(params.min_tokens <= max_tokens, f"{field}.min_tokens", f"must be at most max_tokens, {max_tokens}")
+    if max_tokens >= 1:
+        violations.require(params.min_tokens <= max_tokens, f"{field}.min_tokens", f"must be at most max_tokens, {max_tokens}")
     return Sampling(
         max_tokens=max_tokens,
         seed=params.seed if params.HasField("seed") else draw_seed(),

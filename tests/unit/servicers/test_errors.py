@@ -1,0 +1,77 @@
+"""Exceptions → statuses, and what must never leave the house."""
+
+from __future__ import annotations
+
+import inspect
+
+import grpc
+import pytest
+import structlog
+from google.rpc import error_details_pb2
+from tokenmill.inference.v1 import inference_pb2 as pb
+from tokenmill_scheduler import desk
+from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.ledger.port import LedgerUnavailable
+from tokenmill_scheduler.servicers.errors import status_of
+
+from tests.unit.servicers.calls import detail, details, events, refusal, spec
+from tests.unit.servicers.conftest import Served
+
+
+def test_every_error_of_the_desk_has_a_status_and_a_reason_of_its_own() -> None:
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(desk, inspect.isclass)
+        if issubclass(kind, desk.DeskError) and kind is not desk.DeskError
+    ]
+    assert len(kinds) == 7
+    reasons = set()
+    for kind in kinds:
+        waits = issubclass(kind, desk.QueueFull | desk.Unavailable)
+        status = status_of(kind("words", 1.0) if waits else kind("words"))
+        assert status is not None
+        assert status.message == "words"
+        info = error_details_pb2.ErrorInfo()
+        status.details[0].Unpack(info)
+        reasons.add(info.reason)
+    assert len(reasons) == len(kinds)
+
+
+def test_a_database_that_is_away_is_unavailable_in_our_words() -> None:
+    status = status_of(LedgerUnavailable("password=hunter2"))
+    assert status is not None
+    assert status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+    assert "hunter2" not in status.message
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_unforeseen_is_internal_with_an_id_and_never_in_its_own_words(served: Served, streamed: bool) -> None:
+    def oracle(request: Request, index: int) -> int:
+        raise AssertionError
+
+    async def broken(request: Request, payload_digest: bytes) -> desk.Submitted:
+        raise RuntimeError("secret of the house")
+
+    served.desk.submit = broken  # type: ignore[method-assign]
+    with structlog.testing.capture_logs() as logs:
+        if streamed:
+            error = await refusal(served.inference.Generate(pb.GenerateRequest(request=spec())).read())
+        else:
+            error = await refusal(served.inference.Submit(pb.SubmitRequest(request=spec())))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert b"secret" not in details(error).SerializeToString()
+    assert "secret" not in (error.details() or "")
+    error_id = detail(error, error_details_pb2.ErrorInfo).metadata["error_id"]
+    assert error_id in (error.details() or "")
+    (entry,) = logs
+    assert entry["error_id"] == error_id
+    assert str(entry["exc_info"]) == "secret of the house"
+
+
+async def test_c55_a_refused_request_leaves_the_others_alone(served: Served) -> None:
+    good = served.inference.Generate(pb.GenerateRequest(request=spec(request_id="a")))
+    await good.read()
+    bad = await refusal(served.inference.Generate(pb.GenerateRequest(request=spec(prompt=[]))).read())
+    assert bad.code() is grpc.StatusCode.INVALID_ARGUMENT
+    served.desk.produce("a", 8)
+    assert (await events(good))[-1].finished.usage.output_tokens == 8
