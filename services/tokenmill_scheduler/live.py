@@ -79,7 +79,7 @@ class LiveRequests:
         self._orphans.pop(request_id, None)
 
     def reader_left(self, request_id: str) -> bool:
-        """True if the request needs a reader to go on and this was its last. One that has ended is forgotten with its last reader."""
+        """True if the request needs a reader to go on and this was its last. One that has ended is then forgotten."""
         live = self._by_id.get(request_id)
         if live is None or live.feed.readers:
             return False

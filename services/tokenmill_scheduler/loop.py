@@ -26,7 +26,7 @@ from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Load
 from tokenmill_scheduler.drive import Drive
-from tokenmill_scheduler.ledger.port import Outcome, Record, StoredOutput
+from tokenmill_scheduler.ledger.port import LedgerUnavailable, Outcome, Record, StoredOutput, Submission
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
 from tokenmill_scheduler.pacing import StepShape
 from tokenmill_scheduler.streams import Feed
@@ -38,20 +38,24 @@ MIN_WAKEUP_S = 0.005
 
 
 class RecordWriter(Protocol):
-    """The way to the ledger; `ledger.LedgerWriter` in production. Used on the event loop's thread."""
+    """The way to the ledger: `ledger.writer.LedgerWriter` in production. Used on the event loop's thread."""
 
     @property
     def saturated(self) -> bool:
         """The backlog is at its bound: nothing that makes more records should be started."""
 
     @property
-    def healthy(self) -> bool: ...
+    def outage(self) -> LedgerUnavailable | None:
+        """Why nothing can be written for now."""
 
     @property
     def backlog(self) -> int: ...
 
-    def append(self, records: Sequence[Record]) -> asyncio.Future[list[Outcome]]:
-        """In order; the future is done once they are durable. It fails only when they can never be written."""
+    def append(self, records: Sequence[Record], on_durable: Callable[[list[Outcome]], None] | None = None) -> None:
+        """In order; `on_durable` is called once they are durable."""
+
+    async def submit(self, submission: Submission) -> Outcome:
+        """Returns once it is durable. Raises LedgerUnavailable, with nothing written."""
 
 
 class UnixClock:
@@ -87,8 +91,9 @@ class Loop:
         self._planning = True
         self._pump_handle: asyncio.Handle | None = None
         self._pump_is_soon = False
+        self._was_saturated = False
         self._result_seen = asyncio.Event()
-        self._last_commit: asyncio.Future[list[Outcome]] | None = None
+        self._last_commit: asyncio.Future[None] | None = None
         self._log = structlog.get_logger(__name__)
 
     # ---- requests --------------------------------------------------------------------------------------------------------------
@@ -111,8 +116,10 @@ class Loop:
 
     async def durable(self) -> None:
         """Returns once all that has happened so far is durable."""
-        if self._last_commit is not None:
-            await asyncio.shield(self._last_commit)
+        if self._last_commit is not None and not self._last_commit.done():
+            await asyncio.wait([self._last_commit, self.failure], return_when=asyncio.FIRST_COMPLETED)
+            if self.failure.done():
+                self.failure.result()
 
     # ---- executors -------------------------------------------------------------------------------------------------------------
 
@@ -173,6 +180,12 @@ class Loop:
                     self.handle(core.Cancelled(request_id, "its client did not come back"))
             await asyncio.sleep(TICK_S)
 
+    def fail(self, error: BaseException) -> None:
+        """Stops for good: what is in memory can no longer be trusted, what is in the ledger can."""
+        self._planning = False
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
     async def stop_planning(self) -> None:
         """No new plans from here on. Returns when the results of all plans out are in."""
         self._planning = False
@@ -204,22 +217,18 @@ class Loop:
 
     def _record(self, records: Sequence[Record]) -> None:
         self.live.happened(records)
-        self._last_commit = self._writer.append(records)
-        self._last_commit.add_done_callback(partial(self._committed, records))
+        self._last_commit = commit = asyncio.get_running_loop().create_future()
+        self._writer.append(records, partial(self._committed, records, commit))
 
-    def _committed(self, records: Sequence[Record], commit: asyncio.Future[list[Outcome]]) -> None:
-        if commit.cancelled():
-            return
-        if error := commit.exception():
+    def _committed(self, records: Sequence[Record], commit: asyncio.Future[None], outcomes: list[Outcome]) -> None:
+        try:
+            self.live.committed(records)
+        except Exception as error:
             self.fail(error)
-            return
-        self.live.committed(records)
-        self._pump_soon()
-
-    def fail(self, error: BaseException) -> None:
-        self._planning = False
-        if not self.failure.done():
-            self.failure.set_exception(error)
+            raise
+        commit.set_result(None)
+        if self._was_saturated:
+            self._pump_soon()
 
     # ---- planning --------------------------------------------------------------------------------------------------------------
 
@@ -243,7 +252,8 @@ class Loop:
         if (wait_s := self._until_wakeup()) is not None and wait_s <= 0:
             self._apply(core.Tick())
         times_s = []
-        if not self._writer.saturated:
+        self._was_saturated = self._writer.saturated
+        if not self._was_saturated:
             times_s = [due_s for drive in self.drives.values() if (due_s := self._plan(drive)) is not None]
         if (wait_s := self._until_wakeup()) is not None:
             times_s.append(_now() + max(wait_s, MIN_WAKEUP_S))

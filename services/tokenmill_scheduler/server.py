@@ -53,7 +53,7 @@ class SchedulerServer:
     def __init__(self, settings: Settings, ledger: Ledger) -> None:
         self._settings = settings
         self._ledger = ledger
-        self._writer = LedgerWriter(ledger)
+        self._writer = LedgerWriter(ledger, self._ledger_failed)
         self._models = Models()
         self.loop = Loop(
             Scheduler(settings.scheduler), self._writer, lambda model: self._models.find(model).text, settings.reattach_grace_s
@@ -68,7 +68,7 @@ class SchedulerServer:
             settings.max_message_bytes,
             self._health.changed,
         )
-        self.service = Service(settings.max_queue_len, self.loop, self._models, self.executors, ledger, self._writer)
+        self.service = Service(settings.max_queue_len, self.loop, self._models, self.executors.statuses, ledger, self._writer)
         self._stopping = False
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
@@ -76,6 +76,7 @@ class SchedulerServer:
 
     async def start(self) -> None:
         """Raises SettingsError when the address cannot be had."""
+        self._writer.start()
         await recover(self._ledger, self.loop)
         try:
             port = self._server.add_insecure_port(self._settings.listen)
@@ -95,19 +96,22 @@ class SchedulerServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.loop.stop_planning(), grace_s)
         await self.executors.leave(LAST_WORDS_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._writer.close(), max(grace_s, LAST_WORDS_S))
+        if not await self._writer.close(max(grace_s, LAST_WORDS_S)):
+            log.error("not all could be written; it will be computed again", backlog=self._writer.backlog)
         self.loop.live.close_streams(Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S))
         await self._server.stop(LAST_WORDS_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _ledger_failed(self, error: Exception) -> None:
+        self.loop.fail(error)
+
     def _not_ready(self) -> str:
         if self._stopping:
             return "shutting down"
-        if not self._writer.healthy:
-            return "the database cannot be written"
+        if self._writer.outage is not None:
+            return f"the database cannot be written: {self._writer.outage}"
         return "" if self.executors.any_connected else "no executor is connected"
 
     def _not_alive(self) -> str:

@@ -29,7 +29,6 @@ from tokenmill_scheduler.desk import (
     Unavailable,
     UnknownRequest,
 )
-from tokenmill_scheduler.executors import Executors
 from tokenmill_scheduler.ledger.port import (
     Ledger,
     LedgerUnavailable,
@@ -55,7 +54,7 @@ class _Arrival:
     """A submission on its way to disk."""
 
     payload_digest: bytes
-    commit: asyncio.Future[list[Outcome]]
+    outcome: asyncio.Task[Outcome]
 
 
 class Service:
@@ -66,7 +65,7 @@ class Service:
         max_queue_len: int,
         loop: Loop,
         models: Models,
-        executors: Executors,
+        executors: Callable[[], tuple[ExecutorStatus, ...]],
         ledger: Ledger,
         writer: RecordWriter,
     ) -> None:
@@ -95,41 +94,40 @@ class Service:
         self._check_open()
         earlier = self._arriving.get(request.request_id)
         if earlier is None:
-            return await self._submit_first(request, payload_digest)
-        (outcome,) = await asyncio.shield(earlier.commit)
-        if outcome is Outcome.CONFLICT:
+            outcome = await asyncio.shield(self._arrive(request, payload_digest).outcome)
+        elif (outcome := await asyncio.shield(earlier.outcome)) is Outcome.CONFLICT:
             # The earlier one was not what the ledger holds under this id; this one may be.
             return await self.submit(request, payload_digest)
-        if earlier.payload_digest != payload_digest:
-            raise _exists(request.request_id)
-        return Submitted(request.request_id, joined=True)
-
-    async def _submit_first(self, request: Request, payload_digest: bytes) -> Submitted:
-        request_id = request.request_id
-        if self._loop.live.get(request_id) is None:
-            self._check_queue()
-        commit = self._writer.append([Submission(request, payload_digest)])
-        self._arriving[request_id] = _Arrival(payload_digest, commit)
-        # Not in this coroutine, which ends with its call: a request that is durable reaches the core whatever became of its client.
-        commit.add_done_callback(partial(self._arrived, request))
-        (outcome,) = await asyncio.shield(commit)
+        else:
+            outcome = Outcome.JOINED if earlier.payload_digest == payload_digest else Outcome.CONFLICT
         if outcome is Outcome.CONFLICT:
-            raise _exists(request_id)
-        return Submitted(request_id, joined=outcome is Outcome.JOINED)
+            raise RequestExists(f"request {request.request_id} exists with another payload")
+        return Submitted(request.request_id, joined=outcome is Outcome.JOINED)
 
-    def _arrived(self, request: Request, commit: asyncio.Future[list[Outcome]]) -> None:
-        del self._arriving[request.request_id]
-        if commit.cancelled():
-            return
-        if error := commit.exception():
-            self._loop.fail(error)
-        elif commit.result() == [Outcome.WRITTEN]:
-            self._loop.accept(request)
+    def _arrive(self, request: Request, payload_digest: bytes) -> _Arrival:
+        """Raises QueueFull."""
+        if self._loop.live.get(request.request_id) is None:
+            self._check_queue()
+        # A task of its own: a request that is durable reaches the core whatever has become of its client's call.
+        arrival = _Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest))))
+        self._arriving[request.request_id] = arrival
+        return arrival
+
+    async def _write(self, submission: Submission) -> Outcome:
+        try:
+            outcome = await self._writer.submit(submission)
+            if outcome is Outcome.WRITTEN:
+                self._loop.accept(submission.request)
+        except LedgerUnavailable as error:
+            raise Unavailable("the database cannot be written for now", RETRY_DELAY_S) from error
+        finally:
+            del self._arriving[submission.request.request_id]
+        return outcome
 
     def _check_open(self) -> None:
         if self._closed:
             raise Unavailable("the scheduler is shutting down", RETRY_DELAY_S)
-        if not self._writer.healthy:
+        if self._writer.outage is not None:
             raise Unavailable("the database cannot be written for now", RETRY_DELAY_S)
 
     def _check_queue(self) -> None:
@@ -139,7 +137,7 @@ class Service:
 
     async def _arrival_over(self, request_id: str) -> None:
         if arrival := self._arriving.get(request_id):
-            await asyncio.shield(arrival.commit)
+            await asyncio.wait([arrival.outcome])
 
     # ---- streams ---------------------------------------------------------------------------------------------------------------
 
@@ -202,7 +200,7 @@ class Service:
         return self._loop.wait_reason(request_id)
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
-        return self._executors.statuses()
+        return self._executors()
 
     def load(self) -> Load:
         return self._loop.load()
@@ -230,10 +228,6 @@ class Service:
             return await asyncio.to_thread(read, *arguments)
         except LedgerUnavailable as error:
             raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error
-
-
-def _exists(request_id: str) -> RequestExists:
-    return RequestExists(f"request {request_id} exists with another payload")
 
 
 def _ended(stored: StoredRequest) -> Ended:

@@ -1,0 +1,470 @@
+"""The desk and the loop over an in-memory ledger, with an executor that answers, and a writer that commits, when told."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import pytest
+from tokenmill_scheduler.core.request import FinishReason, Request, State
+from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
+from tokenmill_scheduler.desk import (
+    Attachment,
+    Cancellation,
+    Chunk,
+    Ended,
+    IndexAhead,
+    QueueFull,
+    RequestEnded,
+    RequestExists,
+    Submitted,
+    Unavailable,
+    UnknownRequest,
+)
+from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable, RequestQuery
+from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.models import Models
+from tokenmill_scheduler.recovery import recover
+from tokenmill_scheduler.service import Service
+from tokenmill_scheduler.text.model import TextModel
+
+from tests.fakes.memory_ledger import MemoryLedger
+from tests.fakes.shell import HeldWriter, PlayedExecutor, output_of, request
+
+GRACE_S = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Shell:
+    """A scheduler without network: `restart` makes another one over the same ledger."""
+
+    ledger: MemoryLedger
+    writer: HeldWriter
+    clock: Clock
+    loop: Loop
+    service: Service
+    executor: PlayedExecutor
+
+    @classmethod
+    def over(cls, ledger: MemoryLedger, max_queue_len: int = 100, config: SchedulerConfig | None = None) -> Shell:
+        clock, writer = Clock(), HeldWriter(ledger)
+        loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock)
+        service = Service(max_queue_len, loop, Models(), lambda: (), ledger, writer)
+        return cls(ledger, writer, clock, loop, service, PlayedExecutor())
+
+    async def join(self, epoch: int = 1) -> None:
+        self.loop.joined(self.executor.drive(epoch))
+        await settle()
+
+    async def submit(self, submitted: Request, digest: bytes = b"d") -> Submitted:
+        answer = await self.service.submit(submitted, digest)
+        await settle()
+        return answer
+
+    async def step(self) -> None:
+        """The oldest plan is answered; what follows, follows."""
+        self.loop.answered(self.loop.drives["played"], self.executor.answer())
+        await settle()
+
+    async def run_out(self) -> None:
+        """Steps until no plan is out."""
+        while self.executor.unanswered:
+            await self.step()
+
+
+def _no_text(model: str) -> TextModel:
+    raise AssertionError("no request here has stop strings")
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def read_all(attachment: Attachment) -> tuple[tuple[int, ...], Ended]:
+    """Tokens from the attachment's index on, and the end; checks that each index comes once, in order."""
+    tokens = list(attachment.earlier)
+    async for item in attachment.chunks:
+        if isinstance(item, Ended):
+            await attachment.chunks.aclose()
+            return tuple(tokens), item
+        assert item.first_index == len(tokens)
+        tokens += item.token_ids
+    raise AssertionError("the stream ended without an Ended")
+
+
+@pytest.fixture
+async def shell() -> Shell:
+    return Shell.over(MemoryLedger())
+
+
+# ---- submit --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_submit_is_answered_once_it_is_durable(shell: Shell) -> None:
+    shell.writer.hold = True
+    submitting = asyncio.create_task(shell.service.submit(request("a"), b"d"))
+    await settle()
+    assert not submitting.done()
+    assert shell.ledger.find("a") is None
+    shell.writer.commit()
+    assert await submitting == Submitted("a", joined=False)
+    assert shell.loop.load().num_requests_waiting == 1
+
+
+async def test_a_request_runs_to_its_end(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=5))
+    attachment = await shell.service.attach("a", 0)
+    await shell.run_out()
+    tokens, ended = await read_all(attachment)
+    assert tokens == output_of(request("a", max_tokens=5))
+    assert ended == Ended(State.DONE, FinishReason.LENGTH, 5)
+    assert len(shell.loop.live) == 0
+
+
+async def test_c09_equal_payloads_under_one_id_join_and_others_are_refused(shell: Shell) -> None:
+    shell.writer.hold = True
+    submits = [asyncio.create_task(shell.service.submit(request("a"), digest)) for digest in (b"d", b"d", b"other")]
+    await settle()
+    shell.writer.commit()
+    first, second, third = await asyncio.gather(*submits, return_exceptions=True)
+    assert first == Submitted("a", joined=False)
+    assert second == Submitted("a", joined=True)
+    assert isinstance(third, RequestExists)
+    shell.writer.hold = False
+    assert (await shell.submit(request("a"))).joined
+    with pytest.raises(RequestExists):
+        await shell.submit(request("a"), b"other")
+    assert len(shell.loop.live) == 1
+
+
+async def test_c09_a_submit_behind_one_that_conflicts_is_judged_for_itself(shell: Shell) -> None:
+    await shell.submit(request("a"), b"d")
+    shell.writer.hold = True
+    wrong, right = (asyncio.create_task(shell.service.submit(request("a"), digest)) for digest in (b"other", b"d"))
+    await settle()
+    shell.writer.commit()
+    await settle()
+    shell.writer.commit()
+    assert isinstance((await asyncio.gather(wrong, return_exceptions=True))[0], RequestExists)
+    assert await right == Submitted("a", joined=True)
+
+
+async def test_a_client_gone_in_mid_submit_loses_nothing(shell: Shell) -> None:
+    shell.writer.hold = True
+    submitting = asyncio.create_task(shell.service.submit(request("a"), b"d"))
+    await settle()
+    submitting.cancel()
+    await settle()
+    shell.writer.commit()
+    await settle()
+    assert shell.loop.live.get("a") is not None
+
+
+async def test_c38_the_queue_has_a_limit() -> None:
+    shell = Shell.over(MemoryLedger(), max_queue_len=2)
+    answers = await asyncio.gather(*[shell.service.submit(request(name), b"d") for name in "abcde"], return_exceptions=True)
+    full = [answer for answer in answers if isinstance(answer, QueueFull)]
+    assert len(full) == 3
+    assert all(answer.retry_delay_s > 0 for answer in full)
+    assert shell.loop.load().num_requests_waiting == 2
+    assert (await shell.submit(request("a"))).joined, "one that is known needs no place"
+
+
+async def test_no_submit_while_the_ledger_is_away_or_the_door_is_closed(shell: Shell) -> None:
+    shell.writer.outage = LedgerUnavailable("away")
+    with pytest.raises(Unavailable, match="database"):
+        await shell.submit(request("a"))
+    shell.writer.outage = None
+    shell.service.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await shell.submit(request("a"))
+
+
+# ---- commit, then tell ---------------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_and_ends_are_told_once_durable_and_the_executor_does_not_wait(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=3))
+    attachment = await shell.service.attach("a", 0)
+    shell.writer.hold = True
+    await shell.run_out()
+    assert len(shell.executor.plans) >= 3, "plans went on while nothing was committed"
+    reading = asyncio.create_task(read_all(attachment))
+    await settle()
+    assert not reading.done()
+    with pytest.raises(IndexAhead):
+        await shell.service.attach("a", 1)
+    shell.writer.commit()
+    tokens, ended = await reading
+    assert tokens == output_of(request("a", max_tokens=3))
+    assert ended.state is State.DONE
+
+
+async def test_no_new_plans_while_the_backlog_is_full_and_new_ones_once_it_has_drained(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=10))
+    shell.writer.hold = True
+    shell.writer.saturated = True
+    plans = len(shell.executor.plans)
+    await shell.run_out()
+    assert len(shell.executor.plans) == plans
+    shell.writer.saturated = False
+    shell.writer.commit()
+    await settle()
+    assert len(shell.executor.plans) > plans
+
+
+async def test_a_record_that_can_never_be_written_stops_the_loop(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a"))
+    shell.loop.fail(LedgerConflict("a lost lease"))
+    plans = len(shell.executor.plans)
+    await shell.run_out()
+    assert len(shell.executor.plans) == plans
+    with pytest.raises(LedgerConflict):
+        await shell.loop.failure
+
+
+# ---- streams -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_attaching_in_the_middle_and_after_the_end(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=6))
+    expected = output_of(request("a", max_tokens=6))
+    await shell.step()
+    await shell.step()
+    middle = await shell.service.attach("a", 1)
+    assert middle.earlier == expected[:1]
+    await shell.run_out()
+    tokens, _ = await read_all(middle)
+    assert tokens == expected
+    for index in (0, 4, 6):
+        late = await shell.service.attach("a", index)
+        assert late.earlier == expected[:index]
+        assert await read_all(late) == (expected, Ended(State.DONE, FinishReason.LENGTH, 6))
+    with pytest.raises(IndexAhead):
+        await shell.service.attach("a", 7)
+    with pytest.raises(UnknownRequest):
+        await shell.service.attach("b", 0)
+
+
+async def test_a_finished_request_leaves_memory_with_its_last_reader(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=2))
+    one, other = await shell.service.attach("a", 0), await shell.service.attach("a", 0)
+    await shell.run_out()
+    await read_all(one)
+    assert len(shell.loop.live) == 1
+    await read_all(other)
+    assert len(shell.loop.live) == 0
+
+
+async def test_c13_the_last_reader_of_a_request_that_is_not_detached_takes_it_along(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=2_048, detached=False))
+    one, other = await shell.service.attach("a", 0), await shell.service.attach("a", 0)
+    await shell.step()
+    await one.chunks.aclose()
+    await shell.step()
+    status = await shell.service.status("a")
+    assert status.stored.state is State.DECODE
+    plans = len(shell.executor.plans)
+    await other.chunks.aclose()
+    await settle()
+    assert (await shell.service.status("a")).stored.state is State.CANCELLED
+    await shell.run_out()
+    advanced = [plan for plan in shell.executor.plans[plans:] if plan.advance_sequence_ids]
+    assert advanced == [], "no plan made after it left advances it"
+    assert shell.loop.load().kv_cache_usage == 0
+
+
+async def test_a_detached_request_needs_no_reader(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=3, detached=True))
+    reader = await shell.service.attach("a", 0)
+    await reader.chunks.aclose()
+    await shell.run_out()
+    assert (await shell.service.status("a")).stored.state is State.DONE
+
+
+async def test_a_request_that_no_client_reads_is_cancelled_after_the_grace(shell: Shell) -> None:
+    await shell.submit(request("a", detached=False))
+    await shell.submit(request("b", detached=False))
+    await shell.submit(request("c", detached=True))
+    await shell.service.attach("b", 0)
+    ticking = asyncio.create_task(shell.loop.tick())
+    await settle()
+    ticking.cancel()
+    assert [(await shell.service.status(name)).stored.state for name in "abc"] == [State.WAITING] * 3
+    shell.clock.now_s += GRACE_S + 1
+    ticking = asyncio.create_task(shell.loop.tick())
+    await settle()
+    ticking.cancel()
+    states = [(await shell.service.status(name)).stored.state for name in "abc"]
+    assert states == [State.CANCELLED, State.WAITING, State.WAITING]
+
+
+async def test_at_shutdown_streams_say_attach_again_and_nothing_is_cancelled(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=50, detached=False))
+    attachment = await shell.service.attach("a", 0)
+    await shell.step()
+    shell.service.close()
+    stopping = asyncio.create_task(shell.loop.stop_planning())
+    await settle()
+    assert not stopping.done()
+    plans = len(shell.executor.plans)
+    await shell.run_out()
+    await stopping
+    assert len(shell.executor.plans) == plans, "no new plan"
+    shell.loop.live.close_streams(Unavailable("attach again", 1.0))
+    told = await anext(attachment.chunks)
+    assert isinstance(told, Chunk)
+    with pytest.raises(Unavailable, match="attach again"):
+        await anext(attachment.chunks)
+    await attachment.chunks.aclose()
+    stored = shell.ledger.find("a")
+    assert stored is not None
+    assert stored.state is State.DECODE
+    assert stored.num_output_tokens == len(told.token_ids) >= 2
+
+
+# ---- cancel and update ---------------------------------------------------------------------------------------------------------
+
+
+async def test_c01_c11_cancel_while_waiting(shell: Shell) -> None:
+    await shell.submit(request("a"))
+    assert await shell.service.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
+    await shell.join()
+    await shell.submit(request("b"))
+    await shell.run_out()
+    prompts = [admission.token_ids for plan in shell.executor.plans for admission in plan.admit]
+    assert len(prompts) == 1
+    status = await shell.service.status("a")
+    assert (status.stored.state, status.stored.num_output_tokens) == (State.CANCELLED, 0)
+    assert (await shell.service.transitions("a"))[-1].reason == "not needed"
+
+
+async def test_c02_cancel_while_the_last_token_is_in_flight(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=1))
+    attachment = await shell.service.attach("a", 0)
+    assert shell.executor.unanswered, "the plan that makes its last token is out"
+    assert await shell.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
+    await shell.run_out()
+    tokens, ended = await read_all(attachment)
+    assert (tokens, ended.state) == ((), State.CANCELLED)
+    ends = [move for move in await shell.service.transitions("a") if move.after in (State.DONE, State.CANCELLED)]
+    assert [move.after for move in ends] == [State.CANCELLED]
+
+
+async def test_c03_cancel_a_finished_request_twice(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=2))
+    await shell.run_out()
+    before = await shell.service.status("a"), await shell.service.transitions("a")
+    for _ in range(2):
+        assert await shell.service.cancel("a", "too late") == Cancellation(State.DONE, already_ended=True)
+    assert (await shell.service.status("a"), await shell.service.transitions("a")) == before
+
+
+async def test_a_cancel_that_finds_the_end_not_yet_durable_waits_for_it(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=1))
+    shell.writer.hold = True
+    await shell.step()
+    cancelling = asyncio.create_task(shell.service.cancel("a", ""))
+    await settle()
+    assert not cancelling.done()
+    shell.writer.commit()
+    assert await cancelling == Cancellation(State.DONE, already_ended=True)
+
+
+async def test_c12_a_cancel_ends_a_stream_that_waits(shell: Shell) -> None:
+    await shell.submit(request("a"))
+    reading = asyncio.create_task(read_all(await shell.service.attach("a", 0)))
+    await settle()
+    await shell.service.cancel("a", "")
+    assert (await reading)[1] == Ended(State.CANCELLED, FinishReason.CANCELLED, 0)
+
+
+async def test_an_update_is_durable_and_moves_the_request_in_the_queue() -> None:
+    shell = Shell.over(MemoryLedger(), config=SchedulerConfig(policy="priority", max_num_seqs=1))
+    await shell.submit(request("a", first_token=1))
+    await shell.submit(request("b", first_token=2))
+    status = await shell.service.update("b", priority=7, deadline_s=None)
+    assert status.stored.request.priority == 7
+    await shell.join()
+    assert shell.executor.plans[0].admit[0].token_ids[0] == 2
+    await shell.run_out()
+    with pytest.raises(RequestEnded):
+        await shell.service.update("b", priority=1, deadline_s=None)
+    with pytest.raises(UnknownRequest):
+        await shell.service.update("nobody", priority=1, deadline_s=None)
+
+
+# ---- crash and recovery --------------------------------------------------------------------------------------------------------
+
+
+async def test_c72_an_unfinished_request_is_taken_up_from_its_stored_tokens(shell: Shell) -> None:
+    await shell.join()
+    running, waiting = request("a", max_tokens=8), replace(request("b", 5, max_tokens=3), priority=-1)
+    await shell.submit(running)
+    for _ in range(3):
+        await shell.step()
+    await shell.submit(waiting)
+    told = shell.ledger.output("a").token_ids
+    assert len(told) >= 2
+    heir = Shell.over(shell.ledger)
+    assert await recover(heir.ledger, heir.loop) == 2
+    attachments = {name: await heir.service.attach(name, index) for name, index in (("a", len(told)), ("b", 0))}
+    await heir.join(epoch=2)
+    await heir.run_out()
+    assert (await read_all(attachments["a"]))[0] == output_of(running)
+    assert (await read_all(attachments["b"]))[0] == output_of(waiting)
+
+
+async def test_c40_a_lost_executors_requests_wait_and_finish_when_it_is_back(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=6))
+    attachment = await shell.service.attach("a", 0)
+    await shell.step()
+    await shell.step()
+    shell.loop.lost(shell.loop.drives["played"], "killed")
+    await settle()
+    assert (await shell.service.status("a")).stored.state is State.PREEMPTED
+    assert "no executor serves" in shell.service.wait_reason("a")
+    await shell.join(epoch=2)
+    await shell.run_out()
+    assert (await read_all(attachment))[0] == output_of(request("a", max_tokens=6))
+    assert (await shell.service.status("a")).stored.preemptions == 1
+
+
+async def test_a_deadline_ends_a_request_that_waits(shell: Shell) -> None:
+    await shell.submit(request("a", deadline_s=shell.clock.now_s + 0.2))
+    shell.clock.now_s += 0.2
+    attachment = await shell.service.attach("a", 0)
+    async with asyncio.timeout(5):
+        assert (await read_all(attachment))[1].state is State.EXPIRED
+
+
+async def test_reads_come_from_the_ledger(shell: Shell) -> None:
+    await shell.submit(request("a"))
+    page = await shell.service.query(RequestQuery(states=(State.WAITING,)))
+    assert [stored.request.request_id for stored in page.requests] == ["a"]
+    assert (await shell.service.output("a")).token_ids == ()
+    for read in (shell.service.status, shell.service.output, shell.service.transitions):
+        with pytest.raises(UnknownRequest):
+            await read("nobody")
