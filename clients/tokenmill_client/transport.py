@@ -60,7 +60,7 @@ class Transport:
     def typed(self, error: grpc.aio.AioRpcError) -> TokenmillError:
         failure = from_rpc_error(error)
         if isinstance(failure, Unavailable) and failure.retry_delay_s is None:
-            # gRPC's own words for a lost connection name sockets and file descriptors; these name what to look at.
-            failure.args = (f"Nothing answers at {self.address} ({failure.message}).",)
+            # gRPC speaks of sockets and subchannels here; its words stay in the cause.
+            failure = Unavailable(f"Nothing answers at {self.address}.", code=failure.code)
         failure.__cause__ = error
         return failure

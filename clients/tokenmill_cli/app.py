@@ -1,0 +1,78 @@
+"""What every command has at hand: where the server is, and how to show what it answers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from tokenmill_client import Client, RetryPolicy
+
+DEFAULT_SERVER = "127.0.0.1:7600"
+# A person waits: say soon that nothing answers. An accepted stream is waited for as the client does.
+_RETRY = RetryPolicy(call_limit_s=1.0)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class App:
+    """Filled in by options before or after the command's name."""
+
+    server: str = DEFAULT_SERVER
+    output: str = "table"
+
+    @property
+    def json(self) -> bool:
+        return self.output == "json"
+
+    def client(self) -> Client:
+        return Client(self.server, retry=_RETRY)
+
+
+def console() -> Console:
+    """To standard output: colours on a terminal, plain text into a pipe."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+def _store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    if value is not None and value is not False:
+        name, value = ("output", "json") if parameter.name == "as_json" else (parameter.name, value)
+        setattr(context.ensure_object(App), str(name), value)
+
+
+_SERVER = click.option(
+    "--server", metavar="ADDRESS", envvar="TOKENMILL_SERVER", expose_value=False, callback=_store, is_eager=True,
+    help=f"The scheduler: HOST:PORT or unix:PATH.  [env: TOKENMILL_SERVER; default: {DEFAULT_SERVER}]",
+)  # fmt: skip
+_OUTPUT = click.option(
+    "--output", type=click.Choice(["table", "json"]), expose_value=False, callback=_store, is_eager=True,
+    help="Tables for people, or one JSON document.  [default: table]",
+)  # fmt: skip
+_JSON = click.option(
+    "--json", "as_json", is_flag=True, expose_value=False, callback=_store, is_eager=True, help="As --output json."
+)
+
+
+def output_options(function: F) -> F:
+    """`--output` and `--json`."""
+    return _OUTPUT(_JSON(function))
+
+
+def server_options(function: F) -> F:
+    """`--server`, `--output` and `--json`."""
+    return _SERVER(output_options(function))
+
+
+def pass_app(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands the App to a command as its first argument."""
+
+    @click.pass_context
+    @functools.wraps(function)
+    def with_app(context: click.Context, /, *args: Any, **kwargs: Any) -> Any:
+        return function(context.ensure_object(App), *args, **kwargs)
+
+    return with_app

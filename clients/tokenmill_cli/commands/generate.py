@@ -1,0 +1,93 @@
+"""`tokenmill generate`: a prompt in, a stream of text out."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import Any
+
+import click
+from tokenmill_client import Message, RequestNotDone, Stream
+
+from tokenmill_cli.app import App, pass_app, server_options
+from tokenmill_cli.exits import CommandError, ExitCode
+from tokenmill_cli.output import print_json
+from tokenmill_cli.sampling import chosen, request_options
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--chat", is_flag=True, help="The prompt is a user's turn in a chat, for the model's chat template.")
+@click.option("--system", metavar="TEXT", help="The system's turn before it; implies --chat.")
+@click.option("--token-ids", is_flag=True, help="Token ids in and out: the prompt is ids, and ids are printed.")
+@click.option("--detached", is_flag=True, default=None, help="Let the request run on when this command is interrupted.")
+@request_options
+@server_options
+@pass_app
+def generate(app: App, prompt: str | None, chat: bool, system: str | None, token_ids: bool, **options: Any) -> None:
+    """Generate text and print it as it comes.
+
+    From PROMPT, or from standard input.
+    """
+    if token_ids and (chat or system):
+        raise click.UsageError("--token-ids is a prompt of its own kind: leave out --chat and --system.")
+    request = chosen(options)
+    text = _read_prompt(prompt)
+    if token_ids:
+        request["token_ids"] = _read_token_ids(text)
+    elif chat or system is not None:
+        request["messages"] = _turns(system, text)
+    text_prompt = None if "token_ids" in request or "messages" in request else text
+    with app.client() as client, client.generate(text_prompt, **request) as stream:
+        _follow(app, stream, token_ids)
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("Give a prompt, or `-` to type it and end it with Ctrl-D.")
+    # The newline that a shell or an editor ends a text with is not meant as part of it.
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _read_token_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in re.split(r"[\s,\[\]]+", text) if word]
+    except ValueError:
+        raise click.UsageError("With --token-ids the prompt is whole numbers, separated by spaces or commas.") from None
+
+
+def _turns(system: str | None, text: str) -> list[Message]:
+    turns: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    return [*turns, {"role": "user", "content": text}]
+
+
+def _follow(app: App, stream: Stream, token_ids: bool) -> None:
+    started_s = time.monotonic()
+    try:
+        for delta in stream:
+            if app.json:
+                continue
+            piece = "".join(f"{token_id} " for token_id in delta.token_ids) if token_ids else delta.text
+            click.echo(piece, nl=False)
+            sys.stdout.flush()
+    except RequestNotDone as error:
+        _end(app, stream, started_s)
+        raise CommandError(f"Request {stream.request_id}: {error}", ExitCode.FAILURE) from error
+    _end(app, stream, started_s)
+
+
+def _end(app: App, stream: Stream, started_s: float) -> None:
+    output = stream.output
+    if app.json:
+        print_json(output)
+        return
+    click.echo()
+    if sys.stderr.isatty():
+        elapsed_s = time.monotonic() - started_s
+        count = output.usage.output_tokens
+        reason = output.finish_reason or "unfinished"
+        line = f"[{stream.request_id}: {count} tokens in {elapsed_s:.1f} s, {count / elapsed_s:.1f} tokens/s, {reason}]"
+        click.secho(line, dim=True, err=True)

@@ -1,0 +1,33 @@
+"""`tokenmill load`."""
+
+from __future__ import annotations
+
+import click
+
+from tokenmill_cli.app import App, console, pass_app, server_options
+from tokenmill_cli.output import facts, print_json, show
+
+
+@click.command()
+@server_options
+@pass_app
+def load(app: App) -> None:
+    """How busy the scheduler is."""
+    with app.client() as client:
+        now = client.admin.get_load()
+    if app.json:
+        print_json(now)
+        return
+    lines: list[tuple[str, object]] = [
+        ("running", f"{now.num_requests_running} of {now.max_num_seqs}"),
+        ("waiting", now.num_requests_waiting),
+        ("KV cache", f"{now.kv_cache_usage:.1%} held"),
+        ("batching", f"{now.batching}, {now.policy}, {now.max_num_batched_tokens} tokens a step"),
+        ("occupancy", f"{now.batch_occupancy:.1%} of a batch, over {now.steps} steps"),
+        ("tokens", f"{now.prompt_tokens} prompt, {now.output_tokens} output"),
+        ("preemptions", now.preemptions),
+        ("stale results", now.stale_results),
+        ("no blocks", now.no_blocks),
+        ("ledger backlog", f"{now.ledger_backlog} records"),
+    ]
+    show(console(), facts(lines))
