@@ -1,0 +1,144 @@
+// The small operations of a layer: embeddings, RMSNorm, rotary embedding and the write of K and V into their blocks.
+#include <cmath>
+
+#include "kernels.h"
+
+namespace tm {
+namespace {
+
+// 1 / sqrt(mean of squares + eps); Zhang and Sennrich, 2019.
+TM_INLINE float inverse_rms(const float* x, int n, float eps) {
+    Floats squares = zeros();
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+    float total = sum(squares);
+    for (; i < n; i++) total += x[i] * x[i];
+    return 1 / std::sqrt(total / n + eps);
+}
+
+TM_INLINE bf16 round_one(float x) {
+    float all[kLanes] = {x};
+    bf16 halves[kLanes];
+    store_bf16(halves, load(all));
+    return halves[0];
+}
+
+void norm_row(const float* x, const float* weight, int n, float eps, bf16* to) {
+    const float scale = inverse_rms(x, n, eps);
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store_bf16(to + i, mul(mul(load(x + i), splat(scale)), load(weight + i)));
+    for (; i < n; i++) to[i] = round_one(x[i] * scale * weight[i]);
+}
+
+// In place: the optional norm of a head, then its rotation; halves as in GPT-NeoX (Su et al., 2021).
+void norm_and_rotate(float* x, const Model& m, const float* weight, int position) {
+    const int half = m.head_dim / 2;
+    const float* cos = m.cos + int64_t(position) * half;
+    const float* sin = m.sin + int64_t(position) * half;
+    if (weight) {
+        const float scale = inverse_rms(x, m.head_dim, m.norm_eps);
+        for (int i = 0; i < m.head_dim; i++) x[i] *= scale * weight[i];
+    }
+    int i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        const Floats a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(x + i, sub(mul(a, c), mul(b, s)));
+        store(x + half + i, fma(b, c, mul(a, s)));
+    }
+    for (; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+void round_head(const float* x, int n, bf16* to) {
+    for (int i = 0; i < n; i += kLanes) store_bf16(to + i, load(x + i));
+}
+
+// K of one position and head into [head_dim / 2][16 positions][2].
+template <typename T>
+TM_INLINE void scatter_k(const T* x, int head_dim, int offset, T* block) {
+    for (int i = 0; i < head_dim; i += 2) {
+        block[i * kBlock + 2 * offset] = x[i];
+        block[i * kBlock + 2 * offset + 1] = x[i + 1];
+    }
+}
+
+// V into [16 positions / 2][head_dim][2]. Another thread may be writing the other position of the pair: no wider store than an element.
+template <typename T>
+TM_INLINE void scatter_v(const T* x, int head_dim, int offset, T* block) {
+    T* to = block + offset / 2 * 2 * head_dim + offset % 2;
+    for (int i = 0; i < head_dim; i++) to[2 * i] = x[i];
+}
+
+void quantize_head(const float* x, int n, int8_t* to, float* scale) {
+    Floats top = zeros();
+    for (int i = 0; i < n; i += kLanes) top = max(abs(load(x + i)), top);
+    *scale = largest(top) / 127;
+    const Floats inverse = splat(*scale > 0 ? 1 / *scale : 0);
+    for (int i = 0; i < n; i += kLanes) store_int8(to + i, mul(load(x + i), inverse));
+}
+
+void cache_head(const Model& m, const float* k, const float* v, int slot, int head, const Layer& layer) {
+    const size_t bytes = kv_head_bytes(m.kv_kind, m.head_dim);
+    const size_t at = (size_t(slot / kBlock) * m.kv_heads + head) * bytes;
+    const int offset = slot % kBlock;
+    if (m.kv_kind == kKvBf16) {
+        bf16 halves[kMaxHeadDim];
+        round_head(k, m.head_dim, halves);
+        scatter_k(halves, m.head_dim, offset, (bf16*)(layer.k_cache + at));
+        round_head(v, m.head_dim, halves);
+        scatter_v(halves, m.head_dim, offset, (bf16*)(layer.v_cache + at));
+        return;
+    }
+    int8_t codes[kMaxHeadDim];
+    const size_t scales = size_t(kBlock) * m.head_dim;
+    quantize_head(k, m.head_dim, codes, (float*)(layer.k_cache + at + scales) + offset);
+    scatter_k(codes, m.head_dim, offset, (int8_t*)(layer.k_cache + at));
+    quantize_head(v, m.head_dim, codes, (float*)(layer.v_cache + at + scales) + offset);
+    scatter_v(codes, m.head_dim, offset, (int8_t*)(layer.v_cache + at));
+}
+
+}  // namespace
+
+void embed(const Model& m, const Batch& b, float* hidden) {
+#pragma omp for schedule(static)
+    for (int row = 0; row < b.tokens; row++) {
+        const bf16* from = m.embeddings + int64_t(b.token_ids[row]) * m.hidden;
+        float* to = hidden + int64_t(row) * m.hidden;
+        for (int i = 0; i < m.hidden; i++) to[i] = to_float(from[i]);
+    }
+}
+
+void norm_rows(const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight, const Matrix& next,
+               const Activations& to) {
+#pragma omp for schedule(static)
+    for (int row = 0; row < rows; row++) {
+        const int64_t source = row_numbers ? row_numbers[row] : row;
+        bf16* const values = to.values + int64_t(row) * m.hidden;
+        norm_row(from + source * m.hidden, weight, m.hidden, m.norm_eps, values);
+        if (next.kind == kInt8) quantize_row(values, m.hidden, row, to);
+    }
+}
+
+void rotate_and_cache(const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q) {
+    const int64_t q_width = int64_t(m.heads) * m.head_dim, kv_width = int64_t(m.kv_heads) * m.head_dim;
+#pragma omp for schedule(static)
+    for (int row = 0; row < b.tokens; row++) {
+        float* const queries = qkv + row * (q_width + 2 * kv_width);
+        float* const keys = queries + q_width;
+        for (int head = 0; head < m.heads; head++) {
+            float* const x = queries + head * m.head_dim;
+            norm_and_rotate(x, m, layer.q_norm, b.positions[row]);
+            round_head(x, m.head_dim, q + row * q_width + head * m.head_dim);
+        }
+        for (int head = 0; head < m.kv_heads; head++) {
+            float* const x = keys + head * m.head_dim;
+            norm_and_rotate(x, m, layer.k_norm, b.positions[row]);
+            cache_head(m, x, x + kv_width, b.slots[row], head, layer);
+        }
+    }
+}
+
+}  // namespace tm

@@ -1,0 +1,160 @@
+// Activations times weight panels, bfloat16 or int8, with the epilogue in registers.
+//
+// A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are read
+// once from memory, which is what decoding costs.
+#include "kernels.h"
+#include "tile.h"
+
+namespace tm {
+namespace {
+
+constexpr int kVectors = kPanel / kLanes;
+constexpr int kRowsAtOnce = 128;  // rows of a task: enough tasks for all threads in a prefill, and a panel is reused 128 times
+constexpr int kAhead = 1024;      // bytes of a panel to fetch ahead
+
+// Writes the first `columns` of a row's 48 results that begin at column `first`.
+TM_INLINE void store_floats(float* to, const Floats (&x)[kVectors], int columns, bool add_to) {
+    if (columns == kPanel) {
+        TM_UNROLL for (int c = 0; c < kVectors; c++) store(to + c * kLanes, add_to ? add(load(to + c * kLanes), x[c]) : x[c]);
+        return;
+    }
+    float all[kPanel];
+    TM_UNROLL for (int c = 0; c < kVectors; c++) store(all + c * kLanes, x[c]);
+    for (int i = 0; i < columns; i++) to[i] = add_to ? to[i] + all[i] : all[i];
+}
+
+TM_INLINE void store_silu_mul(bf16* to, const Floats (&x)[kVectors], int columns) {
+    bf16 all[2 * kLanes];
+    bf16* const whole = columns == kPanel ? to : all;
+    store_bf16(whole, mul(silu(evens(x[0], x[1])), odds(x[0], x[1])));
+    bf16 last[kLanes];
+    store_bf16(last, mul(silu(evens(x[2], x[2])), odds(x[2], x[2])));
+    std::memcpy(whole + kLanes, last, kLanes / 2 * sizeof(bf16));
+    if (whole == all) std::memcpy(to, all, columns / 2 * sizeof(bf16));
+}
+
+TM_INLINE void finish_row(const Matrix& w, const Output& out, int row, int panel, Floats (&x)[kVectors]) {
+    const int first = panel * kPanel;
+    const int columns = w.columns - first < kPanel ? w.columns - first : kPanel;
+    if (w.bias) {
+        TM_UNROLL for (int c = 0; c < kVectors; c++) x[c] = add(x[c], load(w.bias + first + c * kLanes));
+    }
+    if (out.store == Store::kSiluMul)
+        store_silu_mul(out.halves + row * out.stride + first / 2, x, columns);
+    else
+        store_floats(out.floats + row * out.stride + first, x, columns, out.store == Store::kAdd);
+}
+
+struct Bf16Panel {
+    static constexpr int kMaxRows = 8;
+    const Matrix& w;
+    const Activations& in;
+    const Output& out;
+    int panel;
+
+    template <int R>
+    void run(int row) const {
+        const int pairs = w.depth / 2;
+        const Pair* a = (const Pair*)in.values + int64_t(row) * pairs;
+        const Pair* b = (const Pair*)w.data + int64_t(panel) * pairs * kPanel;
+        Tile<R, kVectors> t;
+        Tile<R, kVectors>::clear(t);
+        for (int k = 0; k < pairs; k++, b += kPanel) {
+            const Ints columns[kVectors] = {load_ints(b), load_ints(b + 16), load_ints(b + 32)};
+            TM_UNROLL for (int c = 0; c < kVectors; c++) prefetch((const char*)(b + 16 * c) + kAhead);
+            tile_step(t, a + k, pairs, columns);
+        }
+        TM_UNROLL for (int r = 0; r < R; r++) finish_row(w, out, row + r, panel, t.at[r]);
+    }
+};
+
+struct Int8Panel {
+    static constexpr int kMaxRows = 4;
+    const Matrix& w;
+    const Activations& in;
+    const Output& out;
+    int panel;
+
+    template <int R>
+    void run(int row) const {
+        const int quads = w.depth / 4, groups = w.depth / kGroup;
+        const Quad* a = (const Quad*)in.quantized + int64_t(row) * quads;
+        const Quad* b = (const Quad*)w.data + int64_t(panel) * quads * kPanel;
+        const float* scales = in.scales + int64_t(row) * groups;
+        const int32_t* offsets = in.offsets + int64_t(row) * groups;
+        Tile<R, kVectors> t;
+        Tile<R, kVectors>::clear(t);
+        for (int g = 0; g < groups; g++, a += kGroup / 4, b += kGroup / 4 * kPanel) {
+            Ints sums[R][kVectors];
+            TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < kVectors; c++) sums[r][c] =
+                splat_int(uint32_t(offsets[r * groups + g]));
+            _Pragma("GCC unroll 1") for (int k = 0; k < kGroup / 4; k++) {
+                const Quad* bk = b + k * kPanel;
+                const Ints columns[kVectors] = {load_ints(bk), load_ints(bk + 16), load_ints(bk + 32)};
+                TM_UNROLL for (int c = 0; c < kVectors; c++) prefetch((const char*)(bk + 16 * c) + kAhead);
+                TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < kVectors; c++) sums[r][c] =
+                    dot_quads(sums[r][c], columns[c], a + r * quads + k);
+            }
+            TM_UNROLL for (int r = 0; r < R; r++) {
+                const Floats scale = splat(scales[r * groups + g]);
+                TM_UNROLL for (int c = 0; c < kVectors; c++) t.at[r][c] = fma(to_floats(sums[r][c]), scale, t.at[r][c]);
+            }
+        }
+        TM_UNROLL for (int r = 0; r < R; r++) {
+            TM_UNROLL for (int c = 0; c < kVectors; c++) t.at[r][c] = mul(t.at[r][c], load(w.scales + panel * kPanel + c * kLanes));
+            finish_row(w, out, row + r, panel, t.at[r]);
+        }
+    }
+};
+
+template <typename Panel>
+void for_panels(const Matrix& w, const Activations& in, int rows, const Output& out) {
+    const int panels = (w.columns + kPanel - 1) / kPanel;
+    const int stretches = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+#pragma omp for schedule(dynamic)
+    for (int task = 0; task < panels * stretches; task++) {
+        const int begin = task / panels * kRowsAtOnce;
+        const int end = begin + kRowsAtOnce < rows ? begin + kRowsAtOnce : rows;
+        const Panel panel{w, in, out, task % panels};
+        for_row_tiles<Panel::kMaxRows>(panel, begin, end);
+    }
+}
+
+}  // namespace
+
+void gemm(const Matrix& w, const Activations& in, int rows, const Output& out) {
+    if (w.kind == kInt8)
+        for_panels<Int8Panel>(w, in, rows, out);
+    else
+        for_panels<Bf16Panel>(w, in, rows, out);
+}
+
+void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
+    const int groups = depth / kGroup;
+    int8_t* q = to.quantized + int64_t(row) * depth;
+    for (int g = 0; g < groups; g++, from += kGroup, q += kGroup) {
+        Floats x[kGroup / kLanes];
+        Floats top = zeros(), poison = zeros();
+        for (int i = 0; i < kGroup / kLanes; i++) {
+            x[i] = load_bf16(from + i * kLanes);
+            top = max(abs(x[i]), top);
+            poison = fma(x[i], zeros(), poison);
+        }
+        // Integers cannot say "not a number", and max drops it: the scale has to, so that the logits are not a number either.
+        const float scale = largest(top) / 127 + sum(poison);
+        const Floats inverse = splat(scale > 0 ? 1 / scale : 0);
+        for (int i = 0; i < kGroup / kLanes; i++) store_int8(q + i * kLanes, mul(x[i], inverse));
+        int32_t total = 0;
+        for (int i = 0; i < kGroup; i++) total += q[i];
+        to.scales[int64_t(row) * groups + g] = scale;
+        to.offsets[int64_t(row) * groups + g] = -128 * total;
+    }
+}
+
+void quantize_rows(const Matrix& next, int rows, const Activations& both) {
+    if (next.kind != kInt8) return;
+#pragma omp for schedule(static)
+    for (int row = 0; row < rows; row++) quantize_row(both.values + int64_t(row) * next.depth, next.depth, row, both);
+}
+
+}  // namespace tm

@@ -1,0 +1,122 @@
+// What the kernels and the step share: the records that Python fills in (cpu/library.py repeats them field by field) and the kernels.
+//
+// Every function that is not marked otherwise is called by all threads of one OpenMP team and divides its work among them; it returns when
+// all of it is done. Nothing here allocates or checks: tm_step has checked the batch, and Python the shapes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "vec.h"
+
+namespace tm {
+
+constexpr int kBlock = 16;     // positions in a KV block: as many as lanes
+constexpr int kPanel = 48;     // columns of a weight panel
+constexpr int kGroup = 64;     // activations that share a scale when they are int8
+constexpr int kMaxHeadDim = 256;  // of stack buffers
+constexpr float kLog2e = 1.44269504f;
+
+enum MatrixKind : int32_t { kBf16 = 0, kInt8 = 1 };
+enum KvKind : int32_t { kKvBf16 = 0, kKvInt8 = 1 };
+
+// A weight [columns, depth] in panels of 48 columns, zeros beyond the last: bf16 [panel][depth / 2][48][2], or int8 + 128 as unsigned bytes
+// [panel][depth / 4][48][4]. `scales` (int8) and `bias` (or null) have one float a column, padded to whole panels.
+struct Matrix {
+    const void* data;
+    const float* scales;
+    const float* bias;
+    int32_t columns;
+    int32_t depth;
+    int32_t kind;
+    int32_t unused;
+};
+
+struct Layer {
+    Matrix qkv, o, gate_up, down;  // the columns of gate and up alternate
+    const float* input_norm;
+    const float* post_norm;
+    const float* q_norm;  // or null, with k_norm
+    const float* k_norm;
+    uint8_t* k_cache;
+    uint8_t* v_cache;
+    int32_t window;  // positions a query sees, its own among them; 0 is all
+    int32_t unused;
+};
+
+// q and k heads are head_dim wide. cos and sin are [max_positions, head_dim / 2].
+struct Model {
+    int32_t hidden, intermediate, vocab, num_layers;
+    int32_t heads, kv_heads, head_dim, max_positions;
+    int32_t num_blocks, kv_kind, sinks, threads;  // sinks: first positions that every window sees too
+    float norm_eps, attention_scale;
+    const bf16* embeddings;  // [vocab, hidden]
+    const float* cos;
+    const float* sin;
+    const float* final_norm;
+    const Layer* layers;
+    Matrix head;
+};
+
+// As runner.Batch; `rows` are the samples' rows among the tokens.
+struct Batch {
+    int32_t tokens, sequences, table_width, samples;
+    const int32_t* token_ids;
+    const int32_t* positions;
+    const int32_t* slots;
+    const int32_t* query_starts;
+    const int32_t* context_lens;
+    const int32_t* block_tables;
+    const int32_t* rows;
+};
+
+// Rows that a matrix is multiplied with: bfloat16, and for int8 weights their int8 form with a scale for each group of 64. `offsets` are
+// -128 times the sum of each group, which undoes the weights' + 128.
+struct Activations {
+    bf16* values;
+    int8_t* quantized;
+    float* scales;
+    int32_t* offsets;
+};
+
+// What becomes of a product: float rows, float rows added to, or silu of even columns times odd ones as bfloat16.
+enum class Store { kFloats, kAdd, kSiluMul };
+struct Output {
+    Store store;
+    float* floats;
+    bf16* halves;
+    int64_t stride;
+};
+
+// Bytes of K, and as many of V, of one block and one KV head: the values, and in int8 a float scale for each position.
+static inline size_t kv_head_bytes(int kv_kind, int head_dim) {
+    return kv_kind == kKvInt8 ? size_t(kBlock) * head_dim + kBlock * sizeof(float) : size_t(kBlock) * head_dim * sizeof(bf16);
+}
+
+// A stretch of one sequence's queries against a stretch of its keys. With more than one split, `split` numbers the partial results.
+struct AttentionItem {
+    int32_t sequence, first_token, tokens, begin_key, end_key, split, splits;
+};
+struct Partials {
+    float* values;  // [split][heads][head_dim], normalised
+    float* weights;  // [split][heads]: log2 of the sum of exponentials
+};
+
+void gemm(const Matrix& weight, const Activations& in, int rows, const Output& out);
+void quantize_row(const bf16* from, int depth, int row, const Activations& to);  // one thread
+void quantize_rows(const Matrix& next, int rows, const Activations& both);       // nothing for bf16 weights
+
+void embed(const Model& m, const Batch& b, float* hidden);
+void norm_rows(const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight, const Matrix& next,
+               const Activations& to);
+void rotate_and_cache(const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q);
+
+// The items of a step, for layers that split decodes or not; returns how many. One thread.
+int attention_items(const Model& m, const Batch& b, bool split, AttentionItem* items);
+int attention_splits(int keys);  // of a decode
+void attention(const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items, int num_items,
+               const Partials& partials, void* scratch, bf16* out);
+size_t attention_scratch_bytes(int threads);
+void merge_partials(const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out);
+
+}  // namespace tm

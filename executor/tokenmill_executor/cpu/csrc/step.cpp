@@ -1,0 +1,162 @@
+// One forward step of a Llama-family decoder as one call: the C interface that cpu/library.py binds.
+#include <omp.h>
+
+#include <algorithm>
+
+#include "kernels.h"
+
+namespace tm {
+namespace {
+
+// The arrays of a step, laid out in the caller's memory.
+struct Workspace {
+    float* hidden;
+    float* qkv;
+    bf16* q;
+    Activations normed;     // [tokens, hidden]
+    Activations attended;   // [tokens, heads * head_dim]
+    Activations activated;  // [tokens, intermediate]
+    AttentionItem* items;
+    Partials partials;
+    void* scratch;  // of attention
+    size_t bytes;
+};
+
+struct Arena {
+    char* base;
+    size_t used = 0;
+
+    template <typename T>
+    T* take(int64_t count) {
+        T* const p = base ? (T*)(base + used) : nullptr;
+        used += (size_t(count) * sizeof(T) + 63) / 64 * 64 + 64;
+        return p;
+    }
+    Activations activations(int64_t rows, int64_t depth) {
+        return {take<bf16>(rows * depth), take<int8_t>(rows * depth), take<float>(rows * depth / kGroup), take<int32_t>(rows * depth / kGroup)};
+    }
+};
+
+// Partial results of decodes' splits; an item is one of these or at least one token.
+int64_t most_partials(const Batch& b) {
+    int64_t count = 0;
+    for (int s = 0; s < b.sequences; s++) count += attention_splits(b.context_lens[s]);
+    return count;
+}
+int64_t most_items(const Batch& b) { return b.tokens + most_partials(b); }
+
+Workspace lay_out(const Model& m, const Batch& b, void* memory) {
+    Arena arena{(char*)memory};
+    const int64_t tokens = b.tokens, q_width = int64_t(m.heads) * m.head_dim;
+    const int64_t partials = most_partials(b);
+    Workspace w;
+    w.hidden = arena.take<float>(tokens * m.hidden);
+    w.qkv = arena.take<float>(tokens * (q_width + 2 * int64_t(m.kv_heads) * m.head_dim));
+    w.q = arena.take<bf16>(tokens * q_width);
+    w.normed = arena.activations(tokens, m.hidden);
+    w.attended = arena.activations(tokens, q_width);
+    w.activated = arena.activations(tokens, m.intermediate);
+    w.items = arena.take<AttentionItem>(2 * most_items(b));
+    w.partials = {arena.take<float>(partials * q_width), arena.take<float>(partials * m.heads)};
+    w.scratch = arena.take<char>(int64_t(attention_scratch_bytes(m.threads)));
+    w.bytes = arena.used;
+    return w;
+}
+
+struct Items {
+    const AttentionItem* list;
+    int count;
+    bool split;  // any of them
+};
+
+Items make_items(const Model& m, const Batch& b, bool split, AttentionItem* list) {
+    const int count = attention_items(m, b, split, list);
+    return {list, count, std::any_of(list, list + count, [](const AttentionItem& item) { return item.splits > 1; })};
+}
+
+void run_layer(const Model& m, const Layer& layer, const Batch& b, const Workspace& w, const Items& items) {
+    const int64_t q_width = int64_t(m.heads) * m.head_dim;
+    norm_rows(m, w.hidden, nullptr, b.tokens, layer.input_norm, layer.qkv, w.normed);
+    gemm(layer.qkv, w.normed, b.tokens, {Store::kFloats, w.qkv, nullptr, q_width + 2 * int64_t(m.kv_heads) * m.head_dim});
+    rotate_and_cache(m, layer, b, w.qkv, w.q);
+    attention(m, layer, b, w.q, items.list, items.count, w.partials, w.scratch, w.attended.values);
+    if (items.split) merge_partials(m, items.list, items.count, w.partials, w.attended.values);
+    quantize_rows(layer.o, b.tokens, w.attended);
+    gemm(layer.o, w.attended, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
+    norm_rows(m, w.hidden, nullptr, b.tokens, layer.post_norm, layer.gate_up, w.normed);
+    gemm(layer.gate_up, w.normed, b.tokens, {Store::kSiluMul, nullptr, w.activated.values, m.intermediate});
+    quantize_rows(layer.down, b.tokens, w.activated);
+    gemm(layer.down, w.activated, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
+}
+
+bool all_between(const int32_t* x, int64_t n, int begin, int end) {
+    return std::all_of(x, x + n, [=](int32_t i) { return i >= begin && i < end; });
+}
+
+// Whether every index that a kernel follows stays inside its array: null, or what is wrong.
+const char* check(const Model& m, const Batch& b) {
+    if (b.tokens <= 0 || b.sequences <= 0) return "a batch needs at least one token of one sequence";
+    if (!all_between(b.token_ids, b.tokens, 0, m.vocab)) return "a token id lies outside the vocabulary";
+    if (!all_between(b.positions, b.tokens, 0, m.max_positions)) return "a position lies beyond the model's longest context";
+    if (!all_between(b.slots, b.tokens, 0, m.num_blocks * kBlock)) return "a slot lies outside the KV cache";
+    if (!all_between(b.block_tables, int64_t(b.sequences) * b.table_width, 0, m.num_blocks)) return "a block table names a block outside the KV cache";
+    if (b.query_starts[0] != 0 || b.query_starts[b.sequences] != b.tokens) return "query_starts do not cover the tokens";
+    for (int s = 0; s < b.sequences; s++) {
+        const int begin = b.query_starts[s], end = b.query_starts[s + 1], context = b.context_lens[s];
+        if (begin >= end) return "a sequence has no token in the batch";
+        if (context > int64_t(b.table_width) * kBlock) return "a context is longer than its block table";
+        for (int i = begin; i < end; i++)
+            if (b.positions[i] != context - end + i) return "positions do not end with the context";
+    }
+    if (!all_between(b.rows, b.samples, 0, b.tokens)) return "a sample row lies outside the batch";
+    return nullptr;
+}
+
+}  // namespace
+}  // namespace tm
+
+// Only these names leave the library.
+#pragma GCC visibility push(default)
+extern "C" {
+
+const char* tm_check(const tm::Model* m, const tm::Batch* b) { return tm::check(*m, *b); }
+
+size_t tm_workspace_bytes(const tm::Model* m, const tm::Batch* b) { return tm::lay_out(*m, *b, nullptr).bytes; }
+
+size_t tm_kv_head_bytes(int kv_kind, int head_dim) { return tm::kv_head_bytes(kv_kind, head_dim); }
+
+// A batch that tm_check passes; `workspace` as large as tm_workspace_bytes says; logits [samples, vocab].
+void tm_step(const tm::Model* model, const tm::Batch* batch, void* workspace, float* logits) {
+    using namespace tm;
+    const Model& m = *model;
+    const Batch& b = *batch;
+    const Workspace w = lay_out(m, b, workspace);
+    // Layers with a window see too few keys to split.
+    const Items whole = make_items(m, b, true, w.items), windowed = make_items(m, b, false, w.items + most_items(b));
+#pragma omp parallel num_threads(m.threads)
+    {
+        embed(m, b, w.hidden);
+        for (int i = 0; i < m.num_layers; i++) run_layer(m, m.layers[i], b, w, m.layers[i].window ? windowed : whole);
+        if (b.samples) {
+            norm_rows(m, w.hidden, b.rows, b.samples, m.final_norm, m.head, w.normed);
+            gemm(m.head, w.normed, b.samples, {Store::kFloats, logits, nullptr, m.vocab});
+        }
+    }
+}
+
+// One matrix product, one norm and one attention by themselves, for the tests.
+void tm_gemm(const tm::Matrix* weight, const uint16_t* in, int rows, int store, float* floats, uint16_t* halves, int threads, void* workspace) {
+    using namespace tm;
+    Arena arena{(char*)workspace};
+    const Activations a = arena.activations(rows, weight->depth);
+    std::copy_n(in, int64_t(rows) * weight->depth, a.values);
+    const int width = Store(store) == Store::kSiluMul ? weight->columns / 2 : weight->columns;
+#pragma omp parallel num_threads(threads)
+    {
+        quantize_rows(*weight, rows, a);
+        gemm(*weight, a, rows, {Store(store), floats, halves, width});
+    }
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,43 @@
+// The register tile that GEMM and attention share: R rows times C vectors of 16 columns, summed over pairs of depth.
+#pragma once
+
+#include "vec.h"
+
+namespace tm {
+
+template <int R, int C>
+struct Tile {
+    Floats at[R][C];
+
+    TM_INLINE void clear(Tile& t) {
+        TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++) t.at[r][c] = zeros();
+    }
+};
+
+// One step of depth: each row's pair, broadcast, times each column vector.
+template <int R, int C>
+TM_INLINE void tile_step(Tile<R, C>& t, const Pair* a, int64_t stride, const Ints (&b)[C]) {
+    TM_UNROLL for (int r = 0; r < R; r++) {
+        const Ints broadcast = splat_int(a[r * stride]);
+        TM_UNROLL for (int c = 0; c < C; c++) t.at[r][c] = dot_pairs(t.at[r][c], broadcast, b[c]);
+    }
+}
+
+// Calls f.template run<R>(first row) for as few tiles of at most M rows as cover `rows`.
+template <int M, typename F>
+TM_INLINE void run_tile(F& f, int rows, int first) {
+    if constexpr (M == 1) {
+        f.template run<1>(first);
+    } else {
+        if (rows >= M)
+            f.template run<M>(first);
+        else
+            run_tile<M - 1>(f, rows, first);
+    }
+}
+template <int M, typename F>
+TM_INLINE void for_row_tiles(F& f, int begin, int end) {
+    for (int row = begin; row < end; row += M) run_tile<M>(f, end - row, row);
+}
+
+}  // namespace tm

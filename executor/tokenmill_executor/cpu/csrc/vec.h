@@ -1,0 +1,255 @@
+// Sixteen lanes of float32 and what the kernels need on them, on AVX512 (with BF16, VNNI) and on AVX2.
+//
+// `Pair` is two bfloat16 in one 32-bit lane, `Quad` four int8: what one lane of a dot-product instruction eats. Kernels are written against
+// these functions only, so that the same sources compile for both instruction sets. Numbers are what the instructions give: bfloat16
+// products are summed in float32.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace tm {
+
+using bf16 = uint16_t;
+using Pair = uint32_t;
+using Quad = uint32_t;
+
+constexpr int kLanes = 16;
+
+#define TM_INLINE static inline __attribute__((always_inline))
+#define TM_UNROLL _Pragma("GCC unroll 16")
+
+TM_INLINE float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+
+using Floats = __m512;
+using Ints = __m512i;
+
+TM_INLINE Floats zeros() { return _mm512_setzero_ps(); }
+TM_INLINE Floats splat(float x) { return _mm512_set1_ps(x); }
+TM_INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
+TM_INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+TM_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+TM_INLINE Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+TM_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+TM_INLINE Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+TM_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+// The second operand where the first is not a number, so max(x, bound) drops NaN and max(bound, x) keeps it.
+TM_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+TM_INLINE Floats abs(Floats a) { return _mm512_abs_ps(a); }
+TM_INLINE float sum(Floats a) { return _mm512_reduce_add_ps(a); }
+TM_INLINE float largest(Floats a) { return _mm512_reduce_max_ps(a); }
+
+TM_INLINE Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+TM_INLINE Ints splat_int(uint32_t x) { return _mm512_set1_epi32(int(x)); }
+TM_INLINE Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+TM_INLINE Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi32(0xffff)); }
+
+// acc + the products of two bfloat16 pairs a lane.
+TM_INLINE Floats dot_pairs(Floats acc, Ints a, Ints b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+// acc + the products of four unsigned a and, of the same four signed bytes at p, in every lane. Written in assembly because the compiler
+// otherwise spills the accumulators.
+TM_INLINE Ints dot_quads(Ints acc, Ints a, const Quad* p) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(*p));
+    return acc;
+}
+
+TM_INLINE void store_bf16(bf16* p, Floats x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+TM_INLINE Floats load_bf16(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+TM_INLINE void store_int8(int8_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))); }
+TM_INLINE Floats load_int8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+
+// The lanes with an even and with an odd number of a and b together.
+TM_INLINE Floats evens(Floats a, Floats b) {
+    const Ints index = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    return _mm512_permutex2var_ps(a, index, b);
+}
+TM_INLINE Floats odds(Floats a, Floats b) {
+    const Ints index = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return _mm512_permutex2var_ps(a, index, b);
+}
+
+// x in lanes whose number + first lies in [begin, end), else `other`.
+TM_INLINE Floats keep_between(Floats x, int first, int begin, int end, Floats other) {
+    const Ints lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const Ints number = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
+    const __mmask16 keep = _mm512_cmpge_epi32_mask(number, _mm512_set1_epi32(begin)) & _mm512_cmplt_epi32_mask(number, _mm512_set1_epi32(end));
+    return _mm512_mask_blend_ps(keep, other, x);
+}
+
+// 2^x for x <= 127; 0 far below; not a number stays so. Relative error 2e-7.
+TM_INLINE Floats exp2(Floats x) {
+    const Floats whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats part = sub(x, whole);
+    Floats y = splat(1.33335581e-3f);
+    y = fma(y, part, splat(9.61812911e-3f));
+    y = fma(y, part, splat(5.55041087e-2f));
+    y = fma(y, part, splat(2.40226507e-1f));
+    y = fma(y, part, splat(6.93147182e-1f));
+    y = fma(y, part, splat(1.0f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+// Thirty-two int8 as sixteen pairs of bfloat16, exact.
+TM_INLINE void widen_pairs(Pair* to, const int8_t* from) {
+    const Floats low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+    const Floats high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + 16))));
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+#else
+
+struct Floats {
+    __m256 low, high;
+};
+struct Ints {
+    __m256i low, high;
+};
+
+TM_INLINE Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+TM_INLINE Floats splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+TM_INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+TM_INLINE void store(float* p, Floats x) {
+    _mm256_storeu_ps(p, x.low);
+    _mm256_storeu_ps(p + 8, x.high);
+}
+TM_INLINE Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+TM_INLINE Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+TM_INLINE Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+TM_INLINE Floats div(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+TM_INLINE Floats fma(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+TM_INLINE Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+TM_INLINE Floats abs(Floats a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
+}
+TM_INLINE float sum(Floats a) {
+    const __m256 s = _mm256_add_ps(a.low, a.high);
+    __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    t = _mm_add_ps(t, _mm_movehl_ps(t, t));
+    return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t)));
+}
+TM_INLINE float largest(Floats a) {
+    const __m256 s = _mm256_max_ps(a.low, a.high);
+    __m128 t = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    t = _mm_max_ps(t, _mm_movehl_ps(t, t));
+    return _mm_cvtss_f32(_mm_max_ss(t, _mm_movehdup_ps(t)));
+}
+
+TM_INLINE Ints load_ints(const void* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+TM_INLINE Ints splat_int(uint32_t x) { return {_mm256_set1_epi32(int(x)), _mm256_set1_epi32(int(x))}; }
+TM_INLINE Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+TM_INLINE Ints low_halves(Ints a) {
+    const __m256i mask = _mm256_set1_epi32(0xffff);
+    return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
+}
+
+TM_INLINE __m256 dot_pairs_half(__m256 acc, __m256i a, __m256i b) {
+    const __m256i odd = _mm256_set1_epi32(int(0xffff0000));
+    acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, odd)), _mm256_castsi256_ps(_mm256_and_si256(b, odd)), acc);
+}
+TM_INLINE Floats dot_pairs(Floats acc, Ints a, Ints b) {
+    return {dot_pairs_half(acc.low, a.low, b.low), dot_pairs_half(acc.high, a.high, b.high)};
+}
+// Through 16 bits: the instruction that multiplies bytes saturates. Within a lane of 32 bits, even bytes then odd ones.
+TM_INLINE __m256i dot_quads_half(__m256i acc, __m256i a, __m256i b) {
+    const __m256i even = _mm256_set1_epi16(0xff);
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(a, even), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8)));
+}
+TM_INLINE Ints dot_quads(Ints acc, Ints a, const Quad* p) {
+    const __m256i b = _mm256_set1_epi32(int(*p));
+    return {dot_quads_half(acc.low, a.low, b), dot_quads_half(acc.high, a.high, b)};
+}
+
+// To nearest, ties to even; not a number keeps its quiet bit.
+TM_INLINE __m256i round_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i bias = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+TM_INLINE void store_bf16(bf16* p, Floats x) {
+    const __m256i packed = _mm256_packus_epi32(round_bf16(x.low), round_bf16(x.high));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+TM_INLINE Floats load_bf16(const bf16* p) {
+    const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+}
+TM_INLINE void store_int8(int8_t* p, Floats x) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+TM_INLINE Floats load_int8(const int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
+TM_INLINE __m256 in_order(__m256 a) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(a), 0xd8)); }
+TM_INLINE Floats evens(Floats a, Floats b) {
+    return {in_order(_mm256_shuffle_ps(a.low, a.high, 0x88)), in_order(_mm256_shuffle_ps(b.low, b.high, 0x88))};
+}
+TM_INLINE Floats odds(Floats a, Floats b) {
+    return {in_order(_mm256_shuffle_ps(a.low, a.high, 0xdd)), in_order(_mm256_shuffle_ps(b.low, b.high, 0xdd))};
+}
+
+TM_INLINE __m256 keep_half(__m256 x, int first, int begin, int end, __m256 other) {
+    const __m256i number = _mm256_add_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(first));
+    const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(begin), number);
+    const __m256i keep = _mm256_andnot_si256(below, _mm256_cmpgt_epi32(_mm256_set1_epi32(end), number));
+    return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(keep));
+}
+TM_INLINE Floats keep_between(Floats x, int first, int begin, int end, Floats other) {
+    return {keep_half(x.low, first, begin, end, other.low), keep_half(x.high, first + 8, begin, end, other.high)};
+}
+
+TM_INLINE __m256 exp2_half(__m256 x) {
+    x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);  // in this order NaN stays
+    const __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 part = _mm256_sub_ps(x, whole);
+    __m256 y = _mm256_set1_ps(1.33335581e-3f);
+    y = _mm256_fmadd_ps(y, part, _mm256_set1_ps(9.61812911e-3f));
+    y = _mm256_fmadd_ps(y, part, _mm256_set1_ps(5.55041087e-2f));
+    y = _mm256_fmadd_ps(y, part, _mm256_set1_ps(2.40226507e-1f));
+    y = _mm256_fmadd_ps(y, part, _mm256_set1_ps(6.93147182e-1f));
+    y = _mm256_fmadd_ps(y, part, _mm256_set1_ps(1.0f));
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(y, _mm256_castsi256_ps(power));
+}
+TM_INLINE Floats exp2(Floats x) { return {exp2_half(x.low), exp2_half(x.high)}; }
+
+TM_INLINE void widen_pairs(Pair* to, const int8_t* from) {
+    store_bf16((bf16*)to, load_int8(from));
+    store_bf16((bf16*)to + 16, load_int8(from + 16));
+}
+
+#endif
+
+// x * sigmoid(x)
+TM_INLINE Floats silu(Floats x) {
+    // The bound keeps 2^-x finite: silu(-88) is 0 to the last bit that matters.
+    const Floats minus_x_log2e = mul(max(splat(-88.0f), x), splat(-1.44269504f));
+    return div(x, add(splat(1.0f), exp2(minus_x_log2e)));
+}
+
+TM_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace tm

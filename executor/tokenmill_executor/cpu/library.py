@@ -1,0 +1,133 @@
+"""Loads the compiled kernels and repeats their records (csrc/kernels.h) for ctypes, field by field.
+
+Must not know: torch tensors' meaning, models, files. torch is imported first so that its OpenMP runtime is the one that both
+use: two runtimes would fight over the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch  # noqa: F401 - maps libgomp before the kernels look for it
+
+from tokenmill_executor.cpu.build import INSTRUCTION_SETS, library_path
+from tokenmill_executor.runner import Batch
+
+BLOCK_SIZE = 16
+PANEL_COLUMNS = 48
+GROUP_SIZE = 64
+MAX_HEAD_DIM = 256
+MAX_GROUP_HEADS = 64  # query heads that share a KV head: rows of an attention item
+MATRIX_KINDS = {"bfloat16": 0, "int8": 1}
+KV_KINDS = {"bfloat16": 0, "int8": 1}
+STORE_FLOATS, STORE_ADD, STORE_SILU_MUL = range(3)
+
+REQUIRED_FLAGS = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("columns", c_int32),
+        ("depth", c_int32),
+        ("kind", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", Matrix),
+        ("o", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("window", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("hidden", "intermediate", "vocab", "num_layers")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "max_positions")),
+        *((name, c_int32) for name in ("num_blocks", "kv_kind", "sinks", "threads")),
+        ("norm_eps", c_float),
+        ("attention_scale", c_float),
+        ("embeddings", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("final_norm", c_void_p),
+        ("layers", POINTER(Layer)),
+        ("head", Matrix),
+    )
+
+
+_BATCH_ARRAYS = ("token_ids", "positions", "slots", "query_starts", "context_lens", "block_tables")
+
+
+class BatchRecord(ctypes.Structure):
+    """`arrays` keeps alive what the pointers point at."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("tokens", "sequences", "table_width", "samples")),
+        *((name, c_void_p) for name in (*_BATCH_ARRAYS, "rows")),
+    )
+    arrays: list[np.ndarray]
+
+
+def batch_record(batch: Batch) -> BatchRecord:
+    """The batch as the kernels read it; its arrays made int32 and contiguous where they are not."""
+    arrays = [np.ascontiguousarray(getattr(batch, name), np.int32) for name in _BATCH_ARRAYS]
+    query_starts, block_tables = arrays[3], arrays[5]
+    arrays.append(np.ascontiguousarray(query_starts[1:][batch.sample_rows] - 1, np.int32))
+    sequences, width = block_tables.shape
+    if len(query_starts) != sequences + 1 or len(arrays[4]) != sequences or any(len(a) != len(arrays[0]) for a in arrays[1:3]):
+        raise ValueError("the arrays of the batch do not have the same number of tokens or sequences")
+    record = BatchRecord(len(arrays[0]), sequences, width, len(arrays[6]), *(array.ctypes.data for array in arrays))
+    record.arrays = arrays
+    return record
+
+
+def processor_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
+    """What the first processor can do, in Linux' words; empty where that cannot be read."""
+    try:
+        lines = Path(cpuinfo).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def best_instruction_set(flags: frozenset[str]) -> str | None:
+    return next((name for name in INSTRUCTION_SETS if flags >= REQUIRED_FLAGS[name]), None)
+
+
+@cache
+def load(instruction_set: str) -> ctypes.CDLL:
+    """The kernels for one instruction set. Raises OSError where they are not built or cannot be loaded."""
+    library = ctypes.CDLL(str(library_path(instruction_set)))
+    library.tm_check.argtypes = [POINTER(Model), POINTER(BatchRecord)]
+    library.tm_check.restype = c_char_p
+    library.tm_workspace_bytes.argtypes = [POINTER(Model), POINTER(BatchRecord)]
+    library.tm_workspace_bytes.restype = c_size_t
+    library.tm_kv_head_bytes.argtypes = [c_int, c_int]
+    library.tm_kv_head_bytes.restype = c_size_t
+    library.tm_step.argtypes = [POINTER(Model), POINTER(BatchRecord), c_void_p, c_void_p]
+    library.tm_step.restype = None
+    library.tm_gemm.argtypes = [POINTER(Matrix), c_void_p, c_int, c_int, c_void_p, c_void_p, c_int, c_void_p]
+    library.tm_gemm.restype = None
+    return library

@@ -1,0 +1,214 @@
+"""A Llama-family decoder on the C++ kernels: packs the weights, owns the paged KV cache, runs a step as one call.
+
+Must not know: sampling, sequences beyond the flat batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+
+from tokenmill_executor.cpu import library
+from tokenmill_executor.cpu.library import BLOCK_SIZE, KV_KINDS
+from tokenmill_executor.cpu.memory import HugeArena, padded_bytes
+from tokenmill_executor.cpu.packing import PackedMatrix, interleaved, pack, packed_bytes
+from tokenmill_executor.cpu.support import KV_CACHE_DTYPES, QUANTIZATIONS, supports
+from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.rope import rotary_tables
+from tokenmill_executor.runner import Batch
+
+
+class CpuModel:
+    """Weights are read from `tensors` one at a time and packed as bfloat16, or as int8 with `quantization="int8"` (embeddings and
+    norms stay as they are). `sinks` are first positions that layers with a window see too.
+
+    Raises ValueError for what the kernels do not support, OSError where they cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_model_len: int,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        threads: int | None = None,
+        sinks: int = 0,
+        instruction_set: str | None = None,
+    ) -> None:
+        _check(config, quantization, kv_cache_dtype)
+        self.config = config
+        best = instruction_set or library.best_instruction_set(library.processor_flags())
+        if best is None:
+            raise ValueError("the processor has no instruction set that the kernels are built for")
+        self.instruction_set = best
+        self._library = library.load(best)
+        self._kv_kind = "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
+        self._kept: list[torch.Tensor] = []
+        self._layers = (library.Layer * config.num_layers)()
+        self._packer = _Packer(config, tensors, quantization or "bfloat16", self._kept)
+        self._record = self._load(max_model_len, threads or torch.get_num_threads(), sinks)
+        del self._packer
+        self._cache: HugeArena | None = None
+        self._workspace = HugeArena(0)
+        self._workspace_bytes = 0
+
+    def block_bytes(self, block_size: int) -> int:
+        """K and V of all layers for one block."""
+        self._check_block_size(block_size)
+        return 2 * self.config.num_layers * self._layer_block_bytes()
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Makes the KV cache, dropping an earlier one."""
+        self._check_block_size(block_size)
+        self._cache = None
+        size = num_blocks * self._layer_block_bytes()
+        self._cache = HugeArena(2 * self.config.num_layers * padded_bytes((size,), torch.uint8))
+        for layer in self._layers:
+            layer.k_cache = self._cache.take((size,), torch.uint8).data_ptr()
+            layer.v_cache = self._cache.take((size,), torch.uint8).data_ptr()
+        self._record.num_blocks = num_blocks
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32.
+
+        Raises ValueError, and leaves the cache as it was, for a batch with an index outside its array.
+        """
+        record = library.batch_record(batch)
+        if self._cache is None:
+            raise RuntimeError("allocate has to be called before the first step")
+        wrong = self._library.tm_check(self._record, record)
+        if wrong:
+            raise ValueError(wrong.decode())
+        self._reserve(self._library.tm_workspace_bytes(self._record, record))
+        logits = torch.empty((record.samples, self.config.vocab_size), dtype=torch.float32)
+        self._library.tm_step(self._record, record, self._workspace_pointer, logits.data_ptr())
+        return logits
+
+    def _reserve(self, size_bytes: int) -> None:
+        if size_bytes > self._workspace_bytes:
+            self._workspace_bytes = 2 * size_bytes
+            self._workspace = HugeArena(self._workspace_bytes)
+            self._workspace_pointer = self._workspace.take((self._workspace_bytes,), torch.uint8).data_ptr()
+
+    def _layer_block_bytes(self) -> int:
+        head_bytes = self._library.tm_kv_head_bytes(KV_KINDS[self._kv_kind], self.config.head_dim)
+        return int(self.config.num_kv_heads * head_bytes)
+
+    @staticmethod
+    def _check_block_size(block_size: int) -> None:
+        if block_size != BLOCK_SIZE:
+            raise ValueError(f"the kernels are made for blocks of {BLOCK_SIZE} positions, not {block_size}")
+
+    def _load(self, max_model_len: int, threads: int, sinks: int) -> library.Model:
+        config, packer = self.config, self._packer
+        embeddings = packer.embeddings()
+        for index, layer in enumerate(self._layers):
+            packer.fill_layer(layer, index)
+        cos, sin = (packer.keep(table.contiguous()) for table in rotary_tables(config, max_model_len))
+        return library.Model(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            num_layers=config.num_layers,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_positions=max_model_len,
+            num_blocks=0,
+            kv_kind=KV_KINDS[self._kv_kind],
+            sinks=sinks,
+            threads=threads,
+            norm_eps=config.rms_norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            embeddings=embeddings.data_ptr(),
+            cos=cos,
+            sin=sin,
+            final_norm=packer.vector("model.norm.weight"),
+            layers=ctypes.cast(self._layers, ctypes.POINTER(library.Layer)),
+            head=packer.head(embeddings),
+        )
+
+
+def _check(config: ModelConfig, quantization: str | None, kv_cache_dtype: str) -> None:
+    if quantization not in QUANTIZATIONS or kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"no kernels for quantization {quantization} with a {kv_cache_dtype} cache")
+    reason = supports(config, quantization=quantization)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+class _Packer:
+    """Reads tensors by name into an arena as large as all weights, and appends what must stay alive to `kept`."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kind: str, kept: list[torch.Tensor]) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._kind = kind
+        self._kept = kept
+        self._arena = HugeArena(_weight_bytes(config, kind))
+
+    def keep(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def vector(self, name: str) -> int:
+        return self.keep(self._tensors[name].float().contiguous().clone())
+
+    def embeddings(self) -> torch.Tensor:
+        rows = self._arena.take((self._config.vocab_size, self._config.hidden_size), torch.bfloat16)
+        rows.copy_(self._tensors["model.embed_tokens.weight"])
+        self.keep(rows)
+        return rows
+
+    def head(self, embeddings: torch.Tensor) -> library.Matrix:
+        tied = self._config.tie_word_embeddings
+        return self._pack(embeddings if tied else self._read("lm_head.weight"), None)
+
+    def fill_layer(self, layer: library.Layer, index: int) -> None:
+        config, prefix = self._config, f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv = [f"{attention}.{name}_proj" for name in "qkv"]
+        layer.qkv = self._pack(self._joined(qkv, "weight"), self._joined(qkv, "bias") if config.qkv_bias else None)
+        layer.o = self._pack(*self._weight_and_bias(f"{attention}.o_proj", config.o_bias))
+        gate, gate_bias = self._weight_and_bias(f"{mlp}.gate_proj", config.mlp_bias)
+        up, up_bias = self._weight_and_bias(f"{mlp}.up_proj", config.mlp_bias)
+        bias = None if gate_bias is None or up_bias is None else interleaved(gate_bias, up_bias)
+        layer.gate_up = self._pack(interleaved(gate, up), bias)
+        layer.down = self._pack(*self._weight_and_bias(f"{mlp}.down_proj", config.mlp_bias))
+        layer.input_norm = self.vector(f"{prefix}.input_layernorm.weight")
+        layer.post_norm = self.vector(f"{prefix}.post_attention_layernorm.weight")
+        if config.qk_norm:
+            layer.q_norm = self.vector(f"{attention}.q_norm.weight")
+            layer.k_norm = self.vector(f"{attention}.k_norm.weight")
+        layer.window = config.windows[index] or 0
+
+    def _joined(self, names: list[str], what: str) -> torch.Tensor:
+        return torch.cat([self._read(f"{name}.{what}") for name in names])
+
+    def _weight_and_bias(self, name: str, biased: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._read(f"{name}.weight"), self._read(f"{name}.bias") if biased else None
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> library.Matrix:
+        packed: PackedMatrix = pack(weight, bias, self._kind, self._arena)
+        self._kept.extend(packed.kept)
+        return packed.record
+
+
+def _weight_bytes(config: ModelConfig, kind: str) -> int:
+    attention = config.num_heads * config.head_dim
+    qkv = attention + 2 * config.num_kv_heads * config.head_dim
+    layer = (
+        packed_bytes(qkv, config.hidden_size, kind)
+        + packed_bytes(config.hidden_size, attention, kind)
+        + packed_bytes(2 * config.intermediate_size, config.hidden_size, kind)
+        + packed_bytes(config.hidden_size, config.intermediate_size, kind)
+    )
+    embeddings = padded_bytes((config.vocab_size, config.hidden_size), torch.bfloat16)
+    return embeddings + packed_bytes(config.vocab_size, config.hidden_size, kind) + config.num_layers * layer

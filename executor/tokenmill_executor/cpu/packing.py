@@ -1,0 +1,87 @@
+"""Weights in the order that the kernels read them, panels of 48 columns (see csrc/kernels.h), packed once when a model is loaded.
+
+Must not know: layers' names, files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill_executor.cpu.library import GROUP_SIZE, MATRIX_KINDS, PANEL_COLUMNS, Matrix
+from tokenmill_executor.cpu.memory import HugeArena, padded_bytes
+
+_DATA_TYPES = {"bfloat16": torch.bfloat16, "int8": torch.uint8}
+_PER_LANE = {"bfloat16": 2, "int8": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """The record that kernels take, and what keeps its memory alive."""
+
+    record: Matrix
+    kept: tuple[torch.Tensor, ...]
+
+
+def packed_bytes(columns: int, depth: int, kind: str) -> int:
+    """What one weight takes of the arena, its scales and bias apart."""
+    return padded_bytes(_packed_shape(columns, depth, kind), _DATA_TYPES[kind])
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str, arena: HugeArena) -> PackedMatrix:
+    """A weight of [columns, depth] and a bias of [columns], as `kind`: "bfloat16" or "int8"."""
+    columns, depth = weight.shape
+    if depth % (GROUP_SIZE if kind == "int8" else 2):
+        raise ValueError(f"{kind} weights of depth {depth} cannot be packed")
+    data = arena.take(_packed_shape(columns, depth, kind), _DATA_TYPES[kind])
+    scales = None
+    if kind == "int8":
+        weight, row_scales = quantize_rows(weight)
+        # The bytes beyond the last column stay 0, and so are their scales.
+        weight, scales = (weight.to(torch.int16) + 128).to(torch.uint8), _padded(row_scales)
+    _fill_panels(data, weight)
+    padded_bias = None if bias is None else _padded(bias)
+    record = Matrix(
+        data.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if padded_bias is None else padded_bias.data_ptr(),
+        columns,
+        depth,
+        MATRIX_KINDS[kind],
+    )
+    return PackedMatrix(record, tuple(x for x in (data, scales, padded_bias) if x is not None))
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 rows and their scales, float32: the row's largest magnitude is 127."""
+    weight = weight.float()
+    scales = weight.abs().amax(1) / 127
+    codes = (weight / torch.where(scales > 0, scales, 1.0)[:, None]).round_().to(torch.int8)
+    return codes, scales
+
+
+def interleaved(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Rows of both by turns: gate and up meet in one register tile, where their product is taken."""
+    return torch.stack((first, second), 1).flatten(0, 1)
+
+
+def _packed_shape(columns: int, depth: int, kind: str) -> tuple[int, ...]:
+    lane = _PER_LANE[kind]
+    return (-(-columns // PANEL_COLUMNS), depth // lane, PANEL_COLUMNS, lane)
+
+
+def _fill_panels(data: torch.Tensor, weight: torch.Tensor) -> None:
+    columns = weight.shape[0]
+    panels, steps, _, lane = data.shape
+    whole = columns // PANEL_COLUMNS
+    split = whole * PANEL_COLUMNS
+    data[:whole].copy_(weight[:split].view(whole, PANEL_COLUMNS, steps, lane).transpose(1, 2))
+    if whole < panels:
+        data[whole, :, : columns - split].copy_(weight[split:].view(columns - split, steps, lane).transpose(0, 1))
+
+
+def _padded(row: torch.Tensor) -> torch.Tensor:
+    padded = torch.zeros(-(-len(row) // PANEL_COLUMNS) * PANEL_COLUMNS)
+    padded[: len(row)] = row
+    return padded

@@ -1,0 +1,40 @@
+"""Whether the C++ backend can run on this machine, and run a given model. The answers are sentences for one log line.
+
+Must not know: weights.
+"""
+
+from __future__ import annotations
+
+from tokenmill_executor.cpu import library
+from tokenmill_executor.cpu.library import GROUP_SIZE, MAX_GROUP_HEADS, MAX_HEAD_DIM
+from tokenmill_executor.model.config import ModelConfig
+
+QUANTIZATIONS = (None, "int8")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
+
+
+def available() -> str | None:
+    """None if the kernels run here, else why not."""
+    instruction_set = library.best_instruction_set(library.processor_flags())
+    if instruction_set is None:
+        return "the processor has neither AVX512 with BF16 and VNNI nor AVX2"
+    try:
+        library.load(instruction_set)
+    except OSError as error:
+        return f"the kernels are not built (python -m tokenmill_executor.cpu.build builds them): {error}"
+    return None
+
+
+def supports(config: ModelConfig, *, block_size: int = library.BLOCK_SIZE, quantization: str | None = None) -> str | None:
+    """None if the kernels can run the model so, else why not."""
+    if block_size != library.BLOCK_SIZE:
+        return f"the kernels are made for blocks of {library.BLOCK_SIZE} positions, not {block_size}"
+    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+        return f"a head size of {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+    if config.num_heads // config.num_kv_heads > MAX_GROUP_HEADS:
+        return f"more than {MAX_GROUP_HEADS} query heads share a key-value head"
+    depths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    step = GROUP_SIZE if quantization == "int8" else 2
+    if any(depth % step for depth in depths):
+        return f"hidden, intermediate and attention sizes {depths} are not all multiples of {step}"
+    return None
