@@ -44,10 +44,14 @@ def _store(context: click.Context, parameter: click.Parameter, value: Any) -> No
         setattr(context.ensure_object(App), str(name), value)
 
 
-_SERVER = click.option(
-    "--server", metavar="ADDRESS", envvar="TOKENMILL_SERVER", expose_value=False, callback=_store, is_eager=True,
-    help=f"The scheduler: HOST:PORT or unix:PATH.  [env: TOKENMILL_SERVER; default: {DEFAULT_SERVER}]",
-)  # fmt: skip
+def _server(function: F, envvar: str | None) -> F:
+    option = click.option(
+        "--server", metavar="ADDRESS", envvar=envvar, expose_value=False, callback=_store, is_eager=True,
+        help=f"The scheduler: HOST:PORT or unix:PATH.  [env: TOKENMILL_SERVER; default: {DEFAULT_SERVER}]",
+    )  # fmt: skip
+    return option(function)
+
+
 _OUTPUT = click.option(
     "--output", type=click.Choice(["table", "json"]), expose_value=False, callback=_store, is_eager=True,
     help="Tables for people, or one JSON document.  [default: table]",
@@ -64,7 +68,12 @@ def output_options(function: F) -> F:
 
 def server_options(function: F) -> F:
     """`--server`, `--output` and `--json`."""
-    return _SERVER(output_options(function))
+    return _server(output_options(function), None)
+
+
+def root_options(function: F) -> F:
+    """As `server_options`, for the root alone: it looks at the environment, so that an option anywhere wins over it."""
+    return _server(output_options(function), "TOKENMILL_SERVER")
 
 
 def pass_app(function: Callable[..., Any]) -> Callable[..., Any]:

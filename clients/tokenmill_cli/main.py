@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-from tokenmill_cli.app import server_options
+from tokenmill_cli.app import root_options
 from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
 _COMMANDS = ("serve", "generate", "requests", "executors", "load", "models", "db", "demo", "completion")
@@ -36,7 +36,7 @@ answers or not ready, 5 refused by the server, 130 interrupted."""
 
 @click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tokenmill")
-@server_options
+@root_options
 def cli() -> None:
     """Run tokenmill, use it, and operate it."""
 

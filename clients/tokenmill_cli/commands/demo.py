@@ -47,7 +47,7 @@ def demo(model: str, count: int, seed: int) -> None:
     screen = console()
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as name:
         stage = _Stage(Path(name), screen)
-        with stage.executor(model) as executor_address:
+        with stage, stage.executor(model) as executor_address:
             with stage.scheduler("static", executor_address) as address:
                 _answer(screen, address, model)
                 static = asyncio.run(_burst(screen, address, "static", count, seed))
@@ -63,6 +63,12 @@ class _Stage:
         self._folder = folder
         self._screen = screen
         self._log: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            click.echo("\n".join(self._log), err=True)
 
     @contextmanager
     def executor(self, model: str) -> Iterator[str]:
@@ -83,12 +89,7 @@ class _Stage:
     @contextmanager
     def _running(self, name: str, module: str, *flags: str) -> Iterator[str]:
         with Service(name, module, [*flags, "--listen", "127.0.0.1:0"], self._folder, self._log.append) as service:
-            try:
-                yield service.address()
-            except Exception:
-                for line in self._log:
-                    click.echo(line, err=True)
-                raise
+            yield service.address()
 
 
 def _answer(screen: Console, address: str, model: str) -> None:

@@ -76,6 +76,10 @@ def _follow(app: App, stream: Stream, token_ids: bool) -> None:
     except RequestNotDone as error:
         _end(app, stream, started_s)
         raise CommandError(f"Request {stream.request_id}: {error}", ExitCode.FAILURE) from error
+    except BaseException:
+        if stream.output.text and not app.json:
+            click.echo()
+        raise
     _end(app, stream, started_s)
 
 

@@ -1,0 +1,300 @@
+"""The command line against a fake scheduler: what it prints, what it sends, how it exits."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+import pytest
+from tokenmill_cli.exits import ExitCode
+from tokenmill_cli.main import main
+from tokenmill_client import Client
+
+from tests.unit.client.fake_server import FakeServer, bad_request, queue_full, token, whole_text
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command against the fake server: exit code, standard output, standard error."""
+    monkeypatch.setenv("TOKENMILL_SERVER", server.address)
+
+    def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = main(argv)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def submit(server: FakeServer, *request_ids: str, **options: Any) -> None:
+    with Client(server.address) as client:
+        for request_id in request_ids:
+            client.submit("a", request_id=request_id, **options)
+
+
+# ---- generate ------------------------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_text(run: Run) -> None:
+    assert run("generate", "hello", "--request-id", "r", "-n", "4") == (0, whole_text("r", 4) + "\n", "")
+
+
+def test_generate_reads_standard_input(server: FakeServer, run: Run) -> None:
+    assert run("generate", "--request-id", "r", stdin="two\nlines\n")[0] == 0
+    assert server.requests["r"].spec.prompt.text == "two\nlines"
+    run("generate", "-", "--request-id", "s", stdin="dash")
+    assert server.requests["s"].spec.prompt.text == "dash"
+
+
+def test_generate_as_json(run: Run) -> None:
+    code, out, _ = run("generate", "hello", "--request-id", "r", "-n", "2", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["text"] == whole_text("r", 2)
+    assert document["token_ids"] == [token("r", 0), token("r", 1)]
+    assert document["usage"] == {"prompt_tokens": 3, "output_tokens": 2}
+    assert document["finish_reason"] == "length"
+
+
+def test_generate_token_ids_in_and_out(server: FakeServer, run: Run) -> None:
+    code, out, _ = run("generate", "--token-ids", "[1, 2  3]", "--request-id", "r", "-n", "3")
+    assert (code, out.split()) == (0, [str(token("r", index)) for index in range(3)])
+    assert list(server.requests["r"].spec.prompt.token_ids.ids) == [1, 2, 3]
+
+
+def test_generate_chat(server: FakeServer, run: Run) -> None:
+    run("generate", "hi", "--system", "be brief", "--request-id", "r")
+    turns = server.requests["r"].spec.prompt.chat.messages
+    assert [(turn.role, turn.content) for turn in turns] == [("system", "be brief"), ("user", "hi")]
+
+
+def test_generate_passes_options_on(server: FakeServer, run: Run) -> None:
+    run(
+        *("generate", "hi", "--request-id", "r", "-t", "0", "--top-k", "5", "--seed", "7", "--stop", "A", "--stop", "B"),
+        *("--logit-bias", "4:-1.5", "--stop-token-id", "9", "--ignore-eos", "--priority", "-3", "--tenant", "t", "--detached"),
+    )
+    spec = server.requests["r"].spec
+    sampling = spec.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed, list(sampling.stop)) == (0, 5, 7, ["A", "B"])
+    assert sampling.HasField("temperature")
+    assert (dict(sampling.logit_bias), list(sampling.stop_token_ids), sampling.ignore_eos) == ({4: -1.5}, [9], True)
+    assert (spec.priority, spec.tenant, spec.detached) == (-3, "t", True)
+    assert not sampling.HasField("top_p")
+
+
+def test_c72_generate_goes_on_after_a_cut(server: FakeServer, run: Run) -> None:
+    server.cuts = [3]
+    assert run("generate", "hello", "--request-id", "r", "-n", "4") == (0, whole_text("r", 4) + "\n", "")
+
+
+def test_generate_of_a_request_that_is_cancelled(server: FakeServer, run: Run) -> None:
+    submit(server, "r")
+    run("requests", "cancel", "r")
+    server.requests["r"].info.error = "cancelled by an operator"
+    # Submitted again with the same payload: it joins the cancelled one.
+    server.requests["r"].spec.sampling.SetInParent()
+    code, _, err = run("generate", "a", "--request-id", "r")
+    assert (code, err) == (1, "Error: Request r: cancelled by an operator\n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("generate", "x", "--token-ids"),
+        ("generate", "1 2", "--token-ids", "--chat"),
+        ("generate", "x", "--logit-bias", "much"),
+        ("generate", "x", "--top-k", "many"),
+        ("requests", "cancel"),
+        ("requests", "cancel", "a", "--tenant", "t"),
+        ("requests", "prioritize", "a"),
+        ("requests", "list", "--state", "happy"),
+        ("nonsense",),
+    ],
+)
+def test_wrong_command_lines(server: FakeServer, run: Run, argv: tuple[str, ...]) -> None:
+    code, out, err = run(*argv)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert "Error: " in err
+    assert server.calls == []
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_answers(run: Run) -> None:
+    code, out, err = run("--server", "127.0.0.1:1", "load")
+    assert (code, out) == (ExitCode.UNAVAILABLE, "")
+    assert err == "Error: Nothing answers at 127.0.0.1:1. Start it with `tokenmill serve all`, or name another with --server.\n"
+
+
+def test_a_refused_request(server: FakeServer, run: Run) -> None:
+    server.refuse(grpc.StatusCode.INVALID_ARGUMENT, "sampling.top_p must be in (0, 1].", bad_request(("sampling.top_p", "wrong")))
+    assert run("generate", "x", "--top-p", "7") == (ExitCode.REFUSED, "", "Error: sampling.top_p must be in (0, 1].\n")
+
+
+def test_c38_a_full_queue(server: FakeServer, run: Run) -> None:
+    server.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "The queue is full.", queue_full(2))
+    code, _, err = run("generate", "x")
+    assert (code, err) == (ExitCode.REFUSED, "Error: The queue is full. Try again in 2 s.\n")
+
+
+def test_an_unknown_request(run: Run) -> None:
+    for argv in (("requests", "get", "x"), ("requests", "cancel", "x"), ("requests", "prioritize", "x", "1")):
+        assert run(*argv)[0] == ExitCode.NOT_FOUND
+
+
+def test_a_value_that_no_message_can_hold(server: FakeServer, run: Run) -> None:
+    code, _, err = run("generate", "x", "--seed", "-1")
+    assert code == ExitCode.REFUSED
+    assert err.startswith("Error: sampling.seed: ")
+    assert server.calls == []
+
+
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Client) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tokenmill_client.blocking.Admin.get_load", interrupt)
+    assert run("load")[0] == ExitCode.INTERRUPTED
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------------------
+
+
+def test_list_as_table_and_json(server: FakeServer, run: Run) -> None:
+    submit(server, "a", "b", priority=2, tenant="t")
+    code, out, _ = run("requests", "list")
+    head, *lines = out.splitlines()
+    assert code == 0
+    assert head.split() == ["REQUEST", "STATE", "PRIO", "TOKENS", "AGE", "TENANT"]
+    assert [line.split()[:4] for line in lines] == [["b", "decode", "2", "3+0"], ["a", "decode", "2", "3+0"]]
+    assert "\x1b" not in out
+    documents = json.loads(run("requests", "list", "--output", "json", "--oldest-first")[1])
+    assert [document["request_id"] for document in documents] == ["a", "b"]
+    assert documents[0]["submitted_at"] == "2026-01-02T03:04:05+00:00"
+
+
+def test_list_filters_and_limits(server: FakeServer, run: Run) -> None:
+    submit(server, *(f"r{number}" for number in range(5)))
+    submit(server, "x", tenant="other", priority=5)
+    assert [row["request_id"] for row in json.loads(run("--json", "requests", "list", "--limit", "2")[1])] == ["x", "r4"]
+    assert len(json.loads(run("requests", "list", "--limit", "0", "--json")[1])) == 6
+    assert [row["request_id"] for row in json.loads(run("requests", "list", "--tenant", "other", "--json")[1])] == ["x"]
+    assert len(json.loads(run("requests", "list", "--max-priority", "0", "--json")[1])) == 5
+    assert json.loads(run("requests", "list", "--state", "done", "--json")[1]) == []
+
+
+def test_get_tells_a_requests_life(server: FakeServer, run: Run) -> None:
+    run("generate", "x", "--request-id", "r", "-n", "2")
+    code, out, _ = run("requests", "get", "r", "--text")
+    assert code == 0
+    for words in (("state", "done"), ("tokens", "3 prompt, 2 output"), ("+0.000 s", "prefill", "admitted")):
+        assert any(all(word in line for word in words) for line in out.splitlines())
+    assert out.endswith(whole_text("r", 2) + "\n")
+    document = json.loads(run("requests", "get", "r", "--json")[1])
+    assert document["info"]["state"] == "done"
+    assert [move["after"] for move in document["transitions"]] == ["waiting", "prefill"]
+
+
+def test_cancel_by_id(server: FakeServer, run: Run) -> None:
+    submit(server, "a", "b")
+    code, out, _ = run("requests", "cancel", "a")
+    assert (code, out.splitlines()[1].split()) == (0, ["a", "cancelled"])
+    code, out, err = run("requests", "cancel", "a", "b", "nobody")
+    assert [line.split(maxsplit=1)[1].strip() for line in out.splitlines()[1:]] == ["already cancelled", "cancelled", "not found"]
+    assert (code, err) == (ExitCode.NOT_FOUND, "Error: 1 of 3 request ids are not known: see `requests list`.\n")
+
+
+def test_cancel_by_condition_asks_first(server: FakeServer, run: Run) -> None:
+    submit(server, "a", "b", tenant="t")
+    submit(server, "c")
+    code, _, err = run("requests", "cancel", "--tenant", "t", stdin="n\n")
+    assert code == ExitCode.INTERRUPTED
+    assert "Cancel 2 requests?" in err
+    assert server.calls[-1] == "CancelRequests dry"
+    code, out, _ = run("requests", "cancel", "--tenant", "t", "--dry-run")
+    assert (code, out.count("would be cancelled")) == (0, 2)
+    code, out, _ = run("requests", "cancel", "--tenant", "t", "--yes")
+    assert (code, out.count("cancelled")) == (0, 2)
+    assert not server.requests["c"].ended.is_set()
+    code, out, _ = run("requests", "cancel", "--tenant", "nobody", "--yes")
+    assert (code, out) == (0, "No request meets the conditions.\n")
+
+
+def test_prioritize(server: FakeServer, run: Run) -> None:
+    submit(server, "a")
+    assert run("requests", "prioritize", "a", "-7")[0] == 0
+    assert server.requests["a"].info.priority == -7
+    before = datetime.now(UTC)
+    code, out, _ = run("requests", "prioritize", "a", "--deadline-in", "60", "--json")
+    document = json.loads(out)
+    assert (code, document["priority"]) == (0, -7)
+    assert 55 < (datetime.fromisoformat(document["deadline"]) - before).total_seconds() < 120
+    run("requests", "cancel", "a")
+    assert run("requests", "prioritize", "a", "1") == (ExitCode.REFUSED, "", "Error: Request a has ended.\n")
+
+
+def test_watch_one_to_its_end(run: Run) -> None:
+    run("generate", "x", "--request-id", "r")
+    code, out, _ = run("requests", "watch", "r", "--interval", "0.05")
+    assert code == 0
+    assert [line.split()[2:] for line in out.splitlines()] == [["waiting", "submitted"], ["prefill", "admitted"]]
+
+
+def test_watch_all_prints_changes_until_interrupted(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit(server, "a", "b")
+    to_cancel = ["a", None]
+
+    def sleep(interval_s: float) -> None:
+        if not to_cancel:
+            raise KeyboardInterrupt
+        if request_id := to_cancel.pop(0):
+            with Client(server.address) as client:
+                client.cancel(request_id)
+
+    monkeypatch.setattr("tokenmill_cli.commands.requests.time.sleep", sleep)
+    code, out, _ = run("requests", "watch")
+    assert code == ExitCode.INTERRUPTED
+    assert [line.split()[:2] for line in out.splitlines()] == [["a", "decode"], ["b", "decode"], ["a", "cancelled"]]
+
+
+# ---- the rest ------------------------------------------------------------------------------------------------------------------
+
+
+def test_executors_load_and_models(run: Run) -> None:
+    code, out, _ = run("executors", "list")
+    assert code == 0
+    assert "4 held, 0 cached, 60 free of 64, 16 tokens each" in out
+    assert json.loads(run("executors", "list", "--json")[1])[0]["epoch"] == 3
+    assert "continuous, fcfs" in run("load")[1]
+    assert json.loads(run("load", "--json")[1])["max_num_seqs"] == 8
+    assert run("models", "list")[1].splitlines()[1].split() == ["oracle", "2048", "50000", "no", "1"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(run: Run, shell: str) -> None:
+    code, out, _ = run("completion", shell)
+    assert code == 0
+    assert "_TOKENMILL_COMPLETE" in out
+
+
+def test_help_lists_every_command_and_the_exit_codes(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("serve", "generate", "requests", "executors", "load", "models", "db", "demo", "completion"):
+        assert command in out
+    assert "130 interrupted" in out
+    # No command's line is cut short.
+    assert "..." not in out.partition("Commands:")[2]
+
+
+def test_version(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert (code, out.split()[-1].count(".")) == (0, 2)
