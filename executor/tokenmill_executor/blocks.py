@@ -18,33 +18,30 @@ class OutOfBlocks(Exception):
 class BlockTable:
     """The blocks of one sequence: block i holds positions i * block_size to (i + 1) * block_size - 1."""
 
-    __slots__ = ("_blocks", "_count")
+    __slots__ = ("_blocks", "count")
 
     def __init__(self) -> None:
         self._blocks = np.zeros(8, dtype=np.int32)
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
+        self.count = 0
 
     @property
     def blocks(self) -> Int32Array:
-        """[len], a view that is good until the table changes."""
-        return self._blocks[: self._count]
+        """[count], a view that is good until the table changes."""
+        return self._blocks[: self.count]
 
     def extend(self, blocks: list[int]) -> None:
-        end = self._count + len(blocks)
+        end = self.count + len(blocks)
         if end > len(self._blocks):
             grown = np.zeros(max(end, 2 * len(self._blocks)), dtype=np.int32)
-            grown[: self._count] = self.blocks
+            grown[: self.count] = self.blocks
             self._blocks = grown
-        self._blocks[self._count : end] = blocks
-        self._count = end
+        self._blocks[self.count : end] = blocks
+        self.count = end
 
     def clear(self) -> list[int]:
         """Empties the table and returns what it held."""
         held: list[int] = self.blocks.tolist()
-        self._count = 0
+        self.count = 0
         return held
 
 
@@ -70,11 +67,11 @@ class BlockPool:
 
     def can_allocate(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether `table` can be made to cover the first `num_tokens` positions."""
-        return self.blocks_for(num_tokens) - len(table) <= len(self._free)
+        return self.blocks_for(num_tokens) - table.count <= len(self._free)
 
     def allocate(self, table: BlockTable, num_tokens: int) -> None:
         """Makes `table` cover the first `num_tokens` positions; raises OutOfBlocks and changes nothing if it cannot."""
-        missing = self.blocks_for(num_tokens) - len(table)
+        missing = self.blocks_for(num_tokens) - table.count
         if missing <= 0:
             return
         if missing > len(self._free):

@@ -126,49 +126,68 @@ class Engine:
     def _reserve(self, plan: Plan, faults: list[Fault]) -> list[Advance]:
         """Takes the blocks that this step writes to, sequence after sequence in plan order; those that get none stay behind."""
         advances = []
+        block_size = self._pool.block_size
         for entry, (sequence_id, most) in enumerate(zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True)):
             sequence = self._sequences.get(sequence_id)
             if sequence is None or most < 1:
                 continue
-            needed = self._pool.blocks_for(sequence.known)
-            if needed > self._pool.num_blocks:
-                detail = f"{sequence.known} tokens need {needed} blocks, there are {self._pool.num_blocks}"
-                self._fail(sequence, SequenceFault.TOO_LONG, detail, faults)
-                continue
-            count = min(most, sequence.known - sequence.computed)
-            try:
-                self._pool.allocate(sequence.table, sequence.computed + count)
-            except OutOfBlocks as error:
-                faults.append(Fault(sequence_id, SequenceFault.NO_BLOCKS, str(error)))
-                continue
-            advances.append(Advance(entry, sequence, count))
+            start = sequence.computed
+            end = min(start + most, len(sequence.token_ids))
+            if end <= sequence.table.count * block_size or self._take_blocks(sequence, end, faults):
+                advances.append(Advance(entry, sequence, start, end))
         return advances
 
-    def _compute(self, advances: SequenceOf[Advance]) -> list[_Part]:
-        """One pass of the runner. If it raises, the two halves are tried each alone, down to the sequences at fault.
+    def _take_blocks(self, sequence: Sequence, end: int, faults: list[Fault]) -> bool:
+        known = len(sequence.token_ids)
+        needed = self._pool.blocks_for(known)
+        if needed > self._pool.num_blocks:
+            detail = f"{known} tokens need {needed} blocks, there are {self._pool.num_blocks}"
+            self._fail(sequence, SequenceFault.TOO_LONG, detail, faults)
+            return False
+        try:
+            self._pool.allocate(sequence.table, end)
+        except OutOfBlocks as error:
+            faults.append(Fault(sequence.sequence_id, SequenceFault.NO_BLOCKS, str(error)))
+            return False
+        return True
 
-        So one bad sequence among S costs about 2 log2 S further passes, and the worst case 2 S - 2.
-        """
+    def _compute(self, advances: SequenceOf[Advance]) -> list[_Part]:
+        """One pass of the runner; if it raises, further ones to tell the sequences at fault from the others."""
         if not advances:
             return []
         try:
-            batch = build_batch(advances, self._pool.block_size)
-            output = self._runner.step(batch)
+            return [self._step(advances)]
         except Exception as error:
-            if len(advances) == 1:
-                log.warning("sequence_failed", sequence_id=advances[0].sequence.sequence_id, exc_info=error)
-                return [_Part(advances, error=f"{type(error).__name__}: {error}"[:_DETAIL_CHARS])]
-            half = len(advances) // 2
-            return self._compute(advances[:half]) + self._compute(advances[half:])
-        return [_Part(advances, batch.sample_rows.tolist(), output)]
+            log.warning("step_failed", num_seqs=len(advances), exc_info=error)
+            return self._search(advances, error)
+
+    def _search(self, advances: SequenceOf[Advance], error: Exception) -> list[_Part]:
+        """`advances` raised `error` together: tries each half alone, down to single sequences.
+
+        So one bad sequence among S costs about 2 log2 S further passes, and the worst case 2 S - 2.
+        """
+        if len(advances) == 1:
+            return [_Part(advances, error=f"{type(error).__name__}: {error}"[:_DETAIL_CHARS])]
+        middle = len(advances) // 2
+        parts: list[_Part] = []
+        for half in (advances[:middle], advances[middle:]):
+            try:
+                parts.append(self._step(half))
+            except Exception as half_error:
+                parts += self._search(half, half_error)
+        return parts
+
+    def _step(self, advances: SequenceOf[Advance]) -> _Part:
+        batch = build_batch(advances, self._pool.block_size)
+        return _Part(advances, batch.sample_rows.tolist(), self._runner.step(batch))
 
     def _collect(self, part: _Part, columns: _Columns) -> None:
         if part.error:
             self._fail(part.advances[0].sequence, SequenceFault.ERROR, part.error, columns.faults)
             return
         for advance in part.advances:
-            advance.sequence.computed += advance.count
-            columns.num_computed[advance.entry] = advance.count
+            advance.sequence.computed = advance.end
+            columns.num_computed[advance.entry] = advance.end - advance.start
         output = part.output
         for index, (row, token_id) in enumerate(zip(part.sample_rows, output.token_ids, strict=True)):
             advance = part.advances[row]

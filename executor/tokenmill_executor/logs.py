@@ -15,7 +15,8 @@ def configure_logs(log_format: str, level: str) -> None:
     renderer: list[Any] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if log_format == "json"
-        else [structlog.dev.ConsoleRenderer(colors=colors)]
+        # Plain: the default shows the local variables of every frame, whole arrays among them.
+        else [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
     )
     structlog.configure(
         processors=[

@@ -41,10 +41,6 @@ class Sequence:
         self._stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else limits.eos_token_ids)
         self._end_len = min(admission.num_prompt_tokens + params.max_tokens, limits.max_model_len)
 
-    @property
-    def known(self) -> int:
-        return len(self.token_ids)
-
     def append(self, token_id: int) -> SequenceFinish:
         """Takes a sampled token, and says whether the sequence ends with it. A stop token in the last place counts as STOP."""
         self.token_ids.append(token_id)

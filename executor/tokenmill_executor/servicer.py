@@ -69,7 +69,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if self._session is not None:
             self._session.leave(grpc.StatusCode.UNAVAILABLE, _CLOSING)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._no_session.wait(), timeout_s)
+            await asyncio.wait_for(self.idle(), timeout_s)
+
+    async def idle(self) -> None:
+        """Returns once no scheduler drives this executor."""
+        await self._no_session.wait()
 
     async def Describe(  # noqa: N802
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse]

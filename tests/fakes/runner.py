@@ -1,0 +1,103 @@
+"""A runner that remembers what was written to which slot, and answers from that: a crossed slot or token shows.
+
+Its token is a function of the context as read back through the block table, so the test's own arithmetic over a sequence's tokens
+(`oracle_token`) can foretell it without sharing any code with the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenmill_executor.runner import Batch, RunnerDescription, SampledLogprobs, StepOutput
+
+VOCAB_SIZE = 1000
+EOS = 0
+# A context with this token makes the runner raise, or find logits that are not numbers.
+POISON = 998
+NOT_A_NUMBER = 999
+
+
+def oracle_token(context: Sequence[int]) -> int:
+    """The token after `context`: never EOS, never one of the two bad tokens."""
+    return 1 + zlib.crc32(np.asarray(context, dtype=np.int64).tobytes()) % 900
+
+
+@dataclass
+class OracleRunner:
+    """`script` gives a sequence's output tokens by index instead of the oracle. `gate`, if set, holds each step till it is open."""
+
+    max_model_len: int = 64
+    script: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    broken: bool = False
+    num_steps: int = 0
+    gate: threading.Event | None = None
+    stepping: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.description = RunnerDescription("oracle", VOCAB_SIZE, self.max_model_len, (EOS,), "cpu", "float32")
+        self._cache: dict[int, tuple[int, int]] = {}
+        self._block_size = 0
+        self._num_slots = 0
+
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * 100
+
+    def available_bytes(self) -> int:
+        return 100_000
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        self._block_size, self._num_slots = block_size, num_blocks * block_size
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": b"{}" * 600_000, "tokenizer_config.json": b"{}"}
+
+    def step(self, batch: Batch) -> StepOutput:
+        self.num_steps += 1
+        self.stepping.set()
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        if self.broken:
+            raise RuntimeError("the device is gone")
+        self._write(batch)
+        contexts = [self._read(batch, row) for row in range(len(batch.context_lens))]
+        if any(POISON in context for context in contexts):
+            raise RuntimeError("poisoned input")
+        output = StepOutput([], forward_s=0.001, sample_s=0.0005)
+        for index, (row, sample) in enumerate(zip(batch.sample_rows.tolist(), batch.samples, strict=True)):
+            context = contexts[row]
+            assert context == list(sample.token_ids), "the cache holds another context than the sequence's"
+            scripted = self.script.get(sample.sequence_id)
+            token = oracle_token(context) if scripted is None else scripted[len(context) - sample.num_prompt_tokens]
+            output.token_ids.append(token)
+            if NOT_A_NUMBER in context:
+                output.errors[index] = "logits are not numbers"
+            if sample.params.logprobs is not None:
+                output.logprobs[index] = SampledLogprobs(
+                    -float(token), tuple((token, -float(token)) for _ in range(sample.params.logprobs))
+                )
+        return output
+
+    def _write(self, batch: Batch) -> None:
+        slots = batch.slots.tolist()
+        assert len(set(slots)) == len(slots), "two tokens of a step share a slot"
+        assert all(0 <= slot < self._num_slots for slot in slots)
+        for array in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.context_lens, batch.block_tables):
+            assert array.dtype == np.int32
+        for slot, token, position in zip(slots, batch.token_ids.tolist(), batch.positions.tolist(), strict=True):
+            self._cache[slot] = (token, position)
+
+    def _read(self, batch: Batch, row: int) -> list[int]:
+        context = []
+        length = int(batch.context_lens[row])
+        table = batch.block_tables[row].tolist()
+        assert not any(table[-(-length // self._block_size) :]), "entries beyond the context are not 0"
+        for position in range(length):
+            slot = table[position // self._block_size] * self._block_size + position % self._block_size
+            token, written = self._cache[slot]
+            assert written == position, "a slot holds another position"
+            context.append(token)
+        return context

@@ -1,0 +1,129 @@
+"""Random plans on a small pool: blocks are conserved, no token is crossed, whatever order things come in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tokenmill_executor.engine import Engine
+from tokenmill_executor.records import Admission, Blocks, Plan, Result, SequenceFault, SequenceFinish
+
+from tests.fakes.runner import POISON, OracleRunner, oracle_token
+from tests.unit.engine.plans import admission
+
+MAX_MODEL_LEN = 24
+
+
+@dataclass
+class Model:
+    """What the test itself knows of a sequence."""
+
+    tokens: list[int]
+    num_prompt: int
+    max_tokens: int
+    computed: int = 0
+
+    @property
+    def poisoned(self) -> bool:
+        return POISON in self.tokens
+
+    def ends(self) -> bool:
+        return len(self.tokens) - self.num_prompt >= self.max_tokens or len(self.tokens) >= MAX_MODEL_LEN
+
+
+class RandomPlans(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, Model] = {}
+        self.gone: list[tuple[int, Model]] = []
+        self.next_id = 1
+        self.plan_id = 0
+        self.blocks: Blocks | None = None
+
+    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4))
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.engine = Engine(OracleRunner(MAX_MODEL_LEN), num_blocks, block_size, max_num_seqs=4)
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Releases (cancels, preemptions), admissions (some of them resumed) and advances in one plan, as a scheduler might."""
+        release = data.draw(st.lists(st.sampled_from(sorted(self.live) or [0]), max_size=2, unique=True), "release")
+        for sequence_id in release:
+            if (model := self.live.pop(sequence_id, None)) is not None:
+                self.gone.append((sequence_id, model))
+        admit = [self._admission(data) for _ in range(data.draw(st.integers(0, 2), "admissions"))]
+        named = sorted({*self.live, *(sequence_id for sequence_id, _ in self.gone[-2:])})
+        ids = data.draw(st.lists(st.sampled_from(named), max_size=4, unique=True) if named else st.just([]), "advance")
+        most = [data.draw(st.integers(0, 9)) for _ in ids]
+        self.plan_id += 1
+        self._compare(self.engine.carry_out(Plan(1, self.plan_id, release, admit, ids, most)), most)
+
+    def _admission(self, data: st.DataObject) -> Admission:
+        sequence_id, self.next_id = self.next_id, self.next_id + 1
+        resumable = [model for _, model in self.gone if not model.ends() and len(model.tokens) > model.num_prompt]
+        if resumable and data.draw(st.sampled_from(["new", "resumed"]), "kind") == "resumed":
+            old = resumable[-1]
+            model = Model(list(old.tokens), old.num_prompt, old.max_tokens)
+        else:
+            prompt: list[int] = data.draw(st.lists(st.integers(1, 5) | st.just(POISON), min_size=1, max_size=10), "prompt")
+            model = Model(prompt, len(prompt), data.draw(st.integers(1, 8), "max_tokens"))
+        self.live[sequence_id] = model
+        return admission(sequence_id, model.tokens[: model.num_prompt], model.tokens[model.num_prompt :], model.max_tokens)
+
+    def _compare(self, result: Result, most: list[int]) -> None:
+        self.blocks = result.blocks
+        faults = {fault.sequence_id: fault.fault for fault in result.faults}
+        tokens = list(result.token_ids)
+        for index, sequence_id in enumerate(result.sequence_ids):
+            model = self.live.get(sequence_id)
+            computed, sampled, finish = result.num_computed[index], result.num_sampled[index], result.finishes[index]
+            if model is None or most[index] == 0 or sequence_id in faults:
+                assert (computed, sampled, finish) == (0, 0, SequenceFinish.NONE)
+            else:
+                assert computed == min(most[index], len(model.tokens) - model.computed)
+                model.computed += computed
+                assert sampled == (model.computed == len(model.tokens))
+                if sampled:
+                    assert tokens.pop(0) == oracle_token(model.tokens)
+                    model.tokens.append(oracle_token(model.tokens))
+                    assert (finish == SequenceFinish.LENGTH) == model.ends()
+            if finish or faults.get(sequence_id) in (SequenceFault.TOO_LONG, SequenceFault.ERROR):
+                self.gone.append((sequence_id, self.live.pop(sequence_id)))
+        assert not tokens
+        self._explain(faults)
+
+    def _explain(self, faults: dict[int, SequenceFault]) -> None:
+        for sequence_id, fault in faults.items():
+            model = self.live.get(sequence_id) or next(model for other, model in self.gone if other == sequence_id)
+            if fault is SequenceFault.ERROR:
+                assert model.poisoned
+            if fault is SequenceFault.TOO_LONG:
+                assert len(model.tokens) > self.num_blocks * self.block_size
+
+    @invariant()
+    def books_balance(self) -> None:
+        if self.blocks is None:
+            return
+        self.engine.check()
+        held = sum(-(-model.computed // self.block_size) for model in self.live.values())
+        assert (self.blocks.free, self.blocks.cached, self.blocks.held) == (self.num_blocks - held, 0, held)
+
+    @precondition(lambda self: self.plan_id > 0)
+    @rule()
+    def new_epoch(self) -> None:
+        self.blocks = self.engine.release_all()
+        self.live.clear()
+        self.gone.clear()
+        assert self.blocks == Blocks(free=self.num_blocks, cached=0, held=0)
+
+    def teardown(self) -> None:
+        if self.plan_id:
+            assert self.engine.release_all() == Blocks(free=self.num_blocks, cached=0, held=0)
+
+
+RandomPlans.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestC14RandomPlans = RandomPlans.TestCase

@@ -1,0 +1,126 @@
+"""Flags and environment, the number of blocks, addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenmill_executor.address import bound_address, check_address, default_name, lock_address, write_port_file
+from tokenmill_executor.loading import Loader, count_blocks
+from tokenmill_executor.settings import SettingsError, parse_settings, resolve_model
+
+from tests.fakes.runner import OracleRunner
+
+MODEL = ["--model", "simulated"]
+
+
+def test_defaults() -> None:
+    settings = parse_settings(MODEL, {})
+    assert (settings.listen, settings.block_size, settings.max_num_seqs) == ("127.0.0.1:7601", 16, 256)
+    assert (settings.max_num_batched_tokens, settings.pipeline_depth) == (8192, 2)
+    assert settings.max_message_bytes == 64 << 20
+    assert settings.kv_cache_memory_bytes is None
+
+
+def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
+    environ = {"TOKENMILL_MODEL": "simulated", "TOKENMILL_MAX_NUM_SEQS": "7", "TOKENMILL_SIMULATED_STEP_MS": "2.5"}
+    settings = parse_settings(["--max-num-seqs", "9"], environ)
+    assert (settings.max_num_seqs, settings.simulated.step_ms) == (9, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 << 30), ("512 MiB", 512 << 20), ("1.5KB", 1500), ("77", 77), ("3g", None), ("0", None)]
+)
+def test_sizes_have_units(text: str, size: int | None) -> None:
+    if size is None:
+        with pytest.raises(SettingsError, match=r"--kv-cache-memory-bytes: .* is not a size such as 2GiB"):
+            parse_settings([*MODEL, f"--kv-cache-memory-bytes={text}"], {})
+    else:
+        assert parse_settings([*MODEL, f"--kv-cache-memory-bytes={text}"], {}).kv_cache_memory_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--model"),
+        (["--model", "no-such-model"], "tokenmill models pull"),
+        ([*MODEL, "--max-num-seqs=0"], "--max-num-seqs: '0' is not a whole number of at least 1"),
+        ([*MODEL, "--block-size=x"], "--block-size"),
+        ([*MODEL, "--gpu-memory-utilization=1.2"], "--gpu-memory-utilization: '1.2' is not above 0 and at most 1"),
+        ([*MODEL, "--simulated-step-ms=nan"], "--simulated-step-ms"),
+        ([*MODEL, "--dtype=float16"], "--dtype"),
+        ([*MODEL, "--max-num"], "--max-num"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_the_flag(flags: list[str], words: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(flags, {})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_is_a_path_or_a_name_in_the_cache(tmp_path: Path) -> None:
+    environ = {"TOKENMILL_CACHE": str(tmp_path)}
+    gguf = tmp_path / "models" / "smollm2-135m-instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    gguf.parent.mkdir(parents=True)
+    gguf.touch()
+    assert resolve_model("SmolLM2-135M-Instruct", environ) == str(gguf)
+    assert resolve_model(str(gguf), {}) == str(gguf)
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir()
+    assert resolve_model("tiny", environ) == str(folder)
+    assert resolve_model("tiny", {"XDG_CACHE_HOME": str(tmp_path / "none"), "TOKENMILL_CACHE": str(tmp_path)}) == str(folder)
+
+
+def test_blocks_are_what_the_memory_holds_but_no_more_than_can_be_used() -> None:
+    """The runner has 100,000 bytes, a token takes 100 and a sequence has at most 64 tokens."""
+    runner = OracleRunner()
+    assert count_blocks(parse_settings([*MODEL, "--block-size=16"], {}), runner) == 62
+    assert count_blocks(parse_settings([*MODEL, "--block-size=16", "--max-num-seqs=3"], {}), runner) == 12
+    assert count_blocks(parse_settings([*MODEL, "--block-size=16", "--num-gpu-blocks-override=5"], {}), runner) == 5
+    with pytest.raises(SettingsError, match="raise --kv-cache-memory-bytes"):
+        count_blocks(parse_settings([*MODEL, "--block-size=1001"], {}), runner)
+
+
+def test_a_model_that_cannot_be_loaded_is_an_operators_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"not a model")
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        Loader(parse_settings(["--model", str(path)], {})).load()
+
+
+# ---- addresses -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("good", ["127.0.0.1:0", "[::1]:7601", "localhost:65535", "unix:/run/x.sock"])
+def test_good_addresses(good: str) -> None:
+    check_address(good)
+
+
+@pytest.mark.parametrize("bad", ["unix:", "7601", "127.0.0.1", "host:", "host:65536", ":7601"])
+def test_bad_addresses(bad: str) -> None:
+    with pytest.raises(SettingsError, match="--listen"):
+        check_address(bad)
+
+
+def test_names_and_bound_addresses() -> None:
+    assert bound_address("127.0.0.1:0", 4242) == "127.0.0.1:4242"
+    assert bound_address("unix:/run/x.sock", 1) == "unix:/run/x.sock"
+    assert default_name("127.0.0.1:4242").endswith(":4242")
+    assert default_name("unix:/run/x.sock").endswith(":/run/x.sock")
+
+
+def test_a_unix_path_has_one_listener(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/x.sock"
+    assert lock_address("127.0.0.1:0") is None
+    assert lock_address(listen) is not None
+    with pytest.raises(SettingsError, match="another process listens"):
+        lock_address(listen)
+    with pytest.raises(SettingsError, match="cannot be made"):
+        lock_address(f"unix:{tmp_path}/missing/x.sock")
+
+
+def test_the_port_file_holds_the_address(tmp_path: Path) -> None:
+    write_port_file(tmp_path / "port", "127.0.0.1:4242")
+    assert [path.name for path in tmp_path.iterdir()] == ["port"]
+    assert (tmp_path / "port").read_text() == "127.0.0.1:4242"
