@@ -76,7 +76,12 @@ def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     tokens = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
         )
     generated: list[int] = out[0, len(prompt) :].tolist()
     return generated

@@ -1,0 +1,49 @@
+"""Real models: checkpoints, tokenizer files, the decoder and its runner. Importing this does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenmill_executor.model.runner import TorchRunner
+
+
+def load_runner(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    threads: int | None = None,
+) -> TorchRunner:
+    """A Hugging Face directory or a GGUF file, loaded. Call it on the thread that will run the steps.
+
+    - dtype: "float32", "bfloat16", or "auto": bfloat16 on CUDA, float32 on a CPU, where it is the type that gives the same tokens
+      in every batch.
+    - device: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is a device.
+    - max_model_len: at most the model's own, which is the default.
+    - max_num_seqs, max_num_batched_tokens: the largest step, run on CUDA to see what memory it needs.
+    - threads: of a CPU forward pass; None is torch's choice.
+
+    Raises ModelError (a ValueError), with a sentence for the operator.
+    """
+    from tokenmill_executor.model.loading import LoadSettings, load
+
+    return load(
+        Path(path),
+        LoadSettings(
+            dtype,
+            device,
+            max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            kv_cache_memory_bytes,
+            gpu_memory_utilization,
+            threads,
+        ),
+    )

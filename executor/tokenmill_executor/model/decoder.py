@@ -5,14 +5,15 @@ Must not know: sampling, sequences, where K and V lie (the attention backend doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own usage
 
-from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch
+from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch, CacheShape
+from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.linear import Linear, make_linear
 from tokenmill_executor.model.rope import rotary_tables, rotate
@@ -34,20 +35,21 @@ class _Layer:
 
 
 class Decoder:
-    """Weights are read from `tensors` one layer at a time and kept in `dtype` on `device`."""
+    """A `Model` in torch. Weights are read from `tensors` one layer at a time and kept in `dtype` on `device`."""
 
     def __init__(
         self,
         config: ModelConfig,
         tensors: Mapping[str, torch.Tensor],
-        attention: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        make_attention: Callable[[CacheShape], AttentionBackend] = ReferenceAttention,
     ) -> None:
         self.config = config
-        self._attention = attention
         self._device = device
+        self._cache_shape = CacheShape.of(config, dtype, device)
+        self._attention = make_attention(self._cache_shape)
         weights = _Weights(tensors, dtype, device)
         self._embeddings = weights.get("model.embed_tokens.weight")
         self._layers = [_load_layer(config, weights, layer) for layer in range(config.num_layers)]
@@ -55,6 +57,14 @@ class Decoder:
         self._head = make_linear(self._embeddings if config.tie_word_embeddings else weights.get("lm_head.weight"))
         # As transformers: angles in float32, cosines and sines rounded to the model's type.
         self._cos, self._sin = (table.to(device, dtype) for table in rotary_tables(config, max_model_len))
+
+    def block_bytes(self, block_size: int) -> int:
+        """K and V of all layers for one block."""
+        return self._cache_shape.block_bytes(block_size)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Makes the KV cache, dropping an earlier one."""
+        self._attention.allocate(num_blocks, block_size)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32, on the device."""

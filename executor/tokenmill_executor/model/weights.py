@@ -24,10 +24,15 @@ from tokenmill_executor.model.tensors import LazyTensors
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`tensors` come in the type they are stored in (GGUF: float32). They may be mapped files: do not write into them."""
+    """`tensors` come in the type they are stored in (GGUF: float32). They may be mapped files: do not write into them.
 
+    `source`, the directory or the opened file, is where its tokenizer is found.
+    """
+
+    name: str
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]
+    source: Path | GgufFile
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
@@ -37,7 +42,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         checkpoint = _load_hf(path)
     elif path.is_file():
         file = GgufFile(path)
-        checkpoint = Checkpoint(file.config(), file.tensors())
+        checkpoint = Checkpoint(path.stem, file.config(), file.tensors(), file)
     else:
         raise ModelError(f"There is no model at {path}; give a Hugging Face directory or a .gguf file.")
     _check_names(checkpoint)
@@ -49,8 +54,10 @@ def _load_hf(directory: Path) -> Checkpoint:
     if config is None:
         raise ModelError(f"{directory} has no config.json, so it is not a Hugging Face model directory.")
     return Checkpoint(
+        directory.resolve().name,
         config_from_hf(config, read_json(directory / "generation_config.json")),
         LazyTensors(_safetensors(directory)),
+        directory,
     )
 
 

@@ -10,8 +10,6 @@ import torch
 
 from tests.fakes.batches import Blocks, Track
 from tests.fakes.models import greedy_tokens, random_model
-from tokenmill_executor.attention.backend import CacheShape
-from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.weights import load_checkpoint
 
@@ -35,7 +33,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": {**LONG, "rope_type": "yarn"}}),
     "llama-yarn-mscale": (
         "llama",
-        {"rope_parameters": {**LONG, "rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0, "truncate": False}},
+        {
+            "rope_parameters": {
+                **LONG,
+                "rope_type": "yarn",
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "beta_fast": 16.0,
+                "truncate": False,
+            }
+        },
     ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
@@ -55,9 +62,8 @@ class Served:
         self.oracle.save_pretrained(folder, max_shard_size="300KB")
         checkpoint = load_checkpoint(folder)
         device = torch.device("cpu")
-        attention = ReferenceAttention(CacheShape.of(checkpoint.config, dtype, device))
-        attention.allocate(NUM_BLOCKS, BLOCK_SIZE)
-        self.decoder = Decoder(checkpoint.config, checkpoint.tensors, attention, dtype, device, checkpoint.config.max_model_len)
+        self.decoder = Decoder(checkpoint.config, checkpoint.tensors, dtype, device, checkpoint.config.max_model_len)
+        self.decoder.allocate(NUM_BLOCKS, BLOCK_SIZE)
         self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
 
     def logits(self, *advances: tuple[Track, int]) -> torch.Tensor:

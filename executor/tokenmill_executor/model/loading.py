@@ -1,0 +1,89 @@
+"""From a path and settings to a runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tokenmill_executor.model.config import ModelConfig, ModelError
+from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, largest_batch
+from tokenmill_executor.model.port import Model
+from tokenmill_executor.model.runner import TorchRunner
+from tokenmill_executor.model.tokenizer_files import tokenizer_files
+from tokenmill_executor.model.weights import load_checkpoint
+from tokenmill_executor.runner import RunnerDescription
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """See `tokenmill_executor.model.load_runner`."""
+
+    dtype: str
+    device: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    threads: int | None
+
+
+def load(path: Path, settings: LoadSettings) -> TorchRunner:
+    """Raises ModelError."""
+    device, checkpoint = _device(settings.device), load_checkpoint(path)
+    dtype, max_model_len = _dtype(settings.dtype, device), _max_model_len(settings.max_model_len, checkpoint.config)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    model = Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len)
+    description = RunnerDescription(
+        model=checkpoint.name,
+        vocab_size=checkpoint.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=checkpoint.config.eos_token_ids,
+        device=f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device),
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    measure = partial(_cache_bytes, model, device, max_model_len, settings)
+    return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure)
+
+
+def _cache_bytes(model: Model, device: torch.device, max_model_len: int, settings: LoadSettings) -> int:
+    if settings.kv_cache_memory_bytes is not None:
+        return settings.kv_cache_memory_bytes
+    if device.type == "cpu":
+        return cpu_cache_bytes()
+    batch = largest_batch(settings.max_num_batched_tokens, settings.max_num_seqs, max_model_len)
+    return cuda_cache_bytes(model, device, settings.gpu_memory_utilization, batch)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" or name.startswith("cuda:"):
+        if not torch.cuda.is_available():
+            raise ModelError("There is no CUDA device that torch can use; choose the device cpu.")
+        index = int(name.removeprefix("cuda").removeprefix(":") or torch.cuda.current_device())
+        return torch.device("cuda", index)
+    if name != "cpu":
+        raise ModelError(f"The device {name!r} is not supported; choose auto, cpu or cuda.")
+    return torch.device("cpu")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ModelError(f"The type {name!r} is not supported; choose auto, float32 or bfloat16.")
+    return DTYPES[name]
+
+
+def _max_model_len(asked: int | None, config: ModelConfig) -> int:
+    if asked is not None and asked > config.max_model_len:
+        raise ModelError(f"max_model_len is {asked}, but the model is made for at most {config.max_model_len} tokens.")
+    return asked or config.max_model_len

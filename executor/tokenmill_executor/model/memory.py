@@ -1,0 +1,60 @@
+"""How much memory the KV cache may take: on a CPU a number of bytes, on CUDA what a trial step leaves of a share of the device.
+
+Source of the CUDA rule: vLLM's `gpu_memory_utilization`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from tokenmill_executor.model.port import Model
+from tokenmill_executor.runner import Batch, SamplingInput, SamplingParams
+from tokenmill_executor.sampling import Sampler
+
+_MOST_CPU_BYTES = 4 << 30
+_TRIAL_BLOCK_SIZE = 16
+
+
+def cpu_cache_bytes() -> int:
+    """Without a setting: a quarter of the machine's memory, at most 4 GiB."""
+    return min(_MOST_CPU_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+
+
+def cuda_cache_bytes(model: Model, device: torch.device, utilization: float, batch: Batch) -> int:
+    """That share of the device's memory, less what others hold of it and what the step of the largest `batch` needs at its peak."""
+    model.allocate(int(batch.block_tables.max()) + 1, _TRIAL_BLOCK_SIZE)
+    cache_bytes = (int(batch.block_tables.max()) + 1) * model.block_bytes(_TRIAL_BLOCK_SIZE)
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode():
+        Sampler(()).sample(model.forward(batch), batch.samples)
+    torch.cuda.synchronize(device)
+    model.allocate(0, _TRIAL_BLOCK_SIZE)
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device) - cache_bytes
+    return max(0, int(total_bytes * utilization) - others_bytes - peak_bytes)
+
+
+def largest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> Batch:
+    """A step of the most tokens in the most sequences, of equal length and each in its own blocks, that all sample with top-p."""
+    sequences = min(max_num_seqs, max_num_batched_tokens)
+    length = min(max_num_batched_tokens // sequences, max_model_len)
+    blocks = -(-length // _TRIAL_BLOCK_SIZE)
+    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    positions = np.tile(np.arange(length, dtype=np.int32), sequences)
+    rows = np.repeat(np.arange(sequences), length)
+    params = SamplingParams(max_tokens=1, seed=0, top_p=0.9)
+    return Batch(
+        token_ids=np.zeros(sequences * length, dtype=np.int32),
+        positions=positions,
+        slots=tables[rows, positions // _TRIAL_BLOCK_SIZE] * np.int32(_TRIAL_BLOCK_SIZE) + positions % np.int32(_TRIAL_BLOCK_SIZE),
+        query_starts=np.arange(0, sequences * length + 1, length, dtype=np.int32),
+        context_lens=np.full(sequences, length, dtype=np.int32),
+        block_tables=tables,
+        sample_rows=np.arange(sequences, dtype=np.int32),
+        samples=[SamplingInput(row, [0], 1, params) for row in range(sequences)],
+    )

@@ -1,0 +1,23 @@
+"""The port of a forward pass: torch on any device (`decoder.py`), or a backend that replaces all of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.runner import Batch
+
+
+class Model(Protocol):
+    config: ModelConfig
+
+    def block_bytes(self, block_size: int) -> int:
+        """K and V of all layers for one block."""
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Makes the KV cache, dropping an earlier one."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32."""

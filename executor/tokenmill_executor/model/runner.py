@@ -1,0 +1,58 @@
+"""`TorchRunner`: a `Model` and a sampler as the `Runner` that the engine drives.
+
+Must not know: plans, blocks beyond their size, where a model's files come from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tokenmill_executor.model.port import Model
+from tokenmill_executor.runner import Batch, RunnerDescription, StepOutput
+from tokenmill_executor.sampling import Sampler
+
+
+class TorchRunner:
+    """`measure_memory` gives the bytes for the KV cache; it may run the model, so it is called before `allocate`."""
+
+    def __init__(
+        self,
+        model: Model,
+        description: RunnerDescription,
+        tokenizer: Mapping[str, bytes],
+        device: torch.device,
+        measure_memory: Callable[[], int],
+    ) -> None:
+        self.description = description
+        self._model = model
+        self._sampler = Sampler(description.eos_token_ids)
+        self._tokenizer = dict(tokenizer)
+        self._device = device
+        self._measure_memory = measure_memory
+
+    def block_bytes(self, block_size: int) -> int:
+        return self._model.block_bytes(block_size)
+
+    def available_bytes(self) -> int:
+        return self._measure_memory()
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        self._model.allocate(num_blocks, block_size)
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> StepOutput:
+        started_s = time.perf_counter()
+        logits = self._model.forward(batch)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # so that the two times mean what they say
+        forwarded_s = time.perf_counter()
+        output = self._sampler.sample(logits, batch.samples)
+        output.forward_s = forwarded_s - started_s
+        output.sample_s = time.perf_counter() - forwarded_s
+        return output
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return self._tokenizer

@@ -1,0 +1,102 @@
+"""Chooses the tokens of one step: edits, log probabilities, temperature, truncation, draw.
+
+In the order of vLLM: logit bias, penalties, min_tokens; log probabilities of what that leaves; temperature, top-k, top-p, min-p.
+Rows that are greedy and ask for nothing else, the common case, cost one argmax over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tokenmill_executor.runner import SampledLogprobs, SamplingInput, SamplingParams, StepOutput
+from tokenmill_executor.sampling.draw import Truncation, draw, draw_truncated
+from tokenmill_executor.sampling.edits import edit_logits, edits_logits
+from tokenmill_executor.sampling.uniform import uniforms
+
+# Temperatures below are greedy, as in vLLM.
+MIN_TEMPERATURE = 1e-5
+NOT_A_NUMBER = "the model's logits are not numbers"
+
+
+class Sampler:
+    """`eos_token_ids` are what min_tokens masks beside a sequence's stop tokens."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: torch.Tensor, samples: Sequence[SamplingInput]) -> StepOutput:
+        """[rows, vocab_size] float32, a row for each of `samples`. Does not change `logits`. Times are left 0."""
+        if not samples:
+            return StepOutput([])
+        maxima, tokens = logits.max(dim=-1)
+        special = [row for row, sample in enumerate(samples) if not _is_plain(sample)]
+        logprobs: dict[int, SampledLogprobs] = {}
+        if special:
+            rows = torch.tensor(special, device=logits.device)
+            chosen = [samples[row] for row in special]
+            edited = logits.index_select(0, rows)
+            edit_logits(edited, chosen, self._eos_token_ids)
+            maxima[rows], tokens[rows] = edited.max(dim=-1)
+            tokens[rows] = _draw_random(edited, maxima[rows], tokens[rows], chosen)
+            logprobs = {special[index]: found for index, found in _logprobs(edited, tokens[rows], chosen).items()}
+        errors = {row: NOT_A_NUMBER for row, largest in enumerate(maxima.tolist()) if not math.isfinite(largest)}
+        found = {row: value for row, value in logprobs.items() if row not in errors}
+        return StepOutput(tokens.tolist(), logprobs=found, errors=errors)
+
+
+def _is_plain(sample: SamplingInput) -> bool:
+    return _is_greedy(sample.params) and sample.params.logprobs is None and not edits_logits(sample)
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < MIN_TEMPERATURE
+
+
+def _is_truncated(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _draw_random(
+    logits: torch.Tensor, maxima: torch.Tensor, greedy: torch.Tensor, samples: Sequence[SamplingInput]
+) -> torch.Tensor:
+    """[rows] tokens: `greedy` where temperature is 0, else drawn."""
+    tokens = greedy.clone()
+    for truncated in (False, True):
+        chosen = [
+            row for row, sample in enumerate(samples) if not _is_greedy(sample.params) and _is_truncated(sample.params) == truncated
+        ]
+        if not chosen:
+            continue
+        rows = torch.tensor(chosen, device=logits.device)
+        params = [samples[row].params for row in chosen]
+        numbers = uniforms([param.seed for param in params], [len(samples[row].token_ids) for row in chosen])
+        uniform = torch.from_numpy(numbers).to(logits.device)
+        temperature = torch.tensor([param.temperature for param in params], device=logits.device)
+        scaled = (logits.index_select(0, rows) - maxima[rows, None]).div_(temperature[:, None])
+        tokens[rows] = draw_truncated(scaled, _truncation(params, logits.device), uniform) if truncated else draw(scaled, uniform)
+    return tokens
+
+
+def _truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
+    return Truncation(
+        top_k=torch.tensor([param.top_k for param in params], device=device),
+        top_p=torch.tensor([param.top_p for param in params], device=device),
+        min_p=torch.tensor([param.min_p for param in params], device=device),
+    )
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, samples: Sequence[SamplingInput]) -> dict[int, SampledLogprobs]:
+    asked = {row: sample.params.logprobs for row, sample in enumerate(samples) if sample.params.logprobs is not None}
+    if not asked:
+        return {}
+    rows = torch.tensor(list(asked), device=logits.device)
+    distribution = logits.index_select(0, rows).log_softmax(dim=-1)
+    sampled = distribution.gather(1, tokens[rows, None]).squeeze(1).tolist()
+    top, top_tokens = (part.tolist() for part in distribution.topk(min(max(asked.values()), logits.shape[1]), dim=-1))
+    return {
+        row: SampledLogprobs(sampled[place], tuple(zip(top_tokens[place][:count], top[place][:count], strict=True)))
+        for place, (row, count) in enumerate(asked.items())
+    }
