@@ -30,7 +30,6 @@ class Drive:
     blocks: Blocks
     joined_s: float
     connected: bool = True
-    running: int = 0
 
     @property
     def name(self) -> str:
@@ -39,9 +38,9 @@ class Drive:
     def answered(self, result: Result, now_s: float) -> None:
         self.pacer.answered(result.times, now_s)
         self.blocks = result.blocks
-        self.running = len(result.num_computed) - result.num_computed.count(0)
 
-    def status(self, now_s: float) -> ExecutorStatus:
+    def status(self, running: int, now_s: float) -> ExecutorStatus:
+        """`running`: sequences it has, which only the core knows."""
         return ExecutorStatus(
             name=self.name,
             address=self.link.address,
@@ -51,7 +50,7 @@ class Drive:
             device=self.facts.device,
             block_size=self.facts.description.block_size,
             blocks=self.blocks,
-            running=self.running if self.connected else 0,
+            running=running,
             steps=self.pacer.steps,
             idle_share=self.pacer.idle_share(now_s),
             joined_s=self.joined_s if self.connected else None,

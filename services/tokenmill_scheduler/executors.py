@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from tokenmill_scheduler.core.records import Blocks, Result
-from tokenmill_scheduler.desk import ExecutorStatus
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.link import ExecutorLink, Refused
@@ -67,10 +66,6 @@ class Executors:
     def any_connected(self) -> bool:
         return bool(self._drives)
 
-    def statuses(self) -> tuple[ExecutorStatus, ...]:
-        now_s = asyncio.get_running_loop().time()
-        return tuple(drive.status(now_s) for drive in self._loop.drives.values())
-
     # ---- LinkOwner -------------------------------------------------------------------------------------------------------------
 
     def claim(self, link: ExecutorLink, facts: ExecutorFacts) -> None:
@@ -118,7 +113,8 @@ class Executors:
 
     def lost(self, link: ExecutorLink, reason: str) -> None:
         drive = self._drives.pop(link)
-        self._log.warning("executor lost", executor=drive.name, address=link.address, epoch=drive.epoch, reason=reason)
+        level = "info" if link.leaving else "warning"
+        getattr(self._log, level)("executor lost", executor=drive.name, address=link.address, epoch=drive.epoch, reason=reason)
         self._models.lost(drive.name)
         self._loop.lost(drive, reason)
         self._changed()

@@ -78,13 +78,13 @@ class ExecutorLink:
         self._options = channel_options(max_message_bytes)
         self._backoff = Backoff(random.Random())
         self._session: Session | None = None
-        self._leaving = False
+        self.leaving = False
         self._log = structlog.get_logger(__name__).bind(address=address)
 
     async def run(self) -> None:
         """Keeps the executor driven until `leave`, or until another scheduler takes it."""
         last_trouble = ""
-        while not self._leaving:
+        while not self.leaving:
             try:
                 await self._drive()
                 last_trouble = ""
@@ -96,7 +96,7 @@ class ExecutorLink:
                 level = "debug" if str(trouble) == last_trouble else "warning"
                 last_trouble = str(trouble)
                 getattr(self._log, level)("executor not driven", reason=last_trouble)
-            if not self._leaving:
+            if not self.leaving:
                 await asyncio.sleep(self._backoff.next_s())
 
     def send(self, plan: Plan) -> None:
@@ -106,7 +106,7 @@ class ExecutorLink:
 
     def leave(self) -> None:
         """Says goodbye to the executor; `run` returns once it has answered what is out."""
-        self._leaving = True
+        self.leaving = True
         if self._session is not None:
             self._session.leave()
 
@@ -140,7 +140,7 @@ class ExecutorLink:
         self._backoff.reset()
         self._session = session
         self._owner.joined(self, facts, session.epoch, blocks)
-        if self._leaving:
+        if self.leaving:
             session.leave()
         reason = "goodbye"
         try:

@@ -24,7 +24,7 @@ from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.records import Event, PlanIssued, Result, TextStop
 from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
-from tokenmill_scheduler.desk import Load
+from tokenmill_scheduler.desk import ExecutorStatus, Load
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.ledger.port import LedgerUnavailable, Outcome, Record, StoredOutput, Submission
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
@@ -164,6 +164,10 @@ class Loop:
             batching=scheduler.config.batching,
             policy=scheduler.config.policy,
         )
+
+    def executors(self) -> tuple[ExecutorStatus, ...]:
+        """In the order they first joined, lost ones among them."""
+        return tuple(self.drives[view.name].status(view.running, _now()) for view in self._scheduler.executors())
 
     @property
     def num_waiting(self) -> int:

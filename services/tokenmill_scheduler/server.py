@@ -68,7 +68,7 @@ class SchedulerServer:
             settings.max_message_bytes,
             self._health.changed,
         )
-        self.service = Service(settings.max_queue_len, self.loop, self._models, self.executors.statuses, ledger, self._writer)
+        self.service = Service(settings.max_queue_len, self.loop, self._models, ledger, self._writer)
         self._stopping = False
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []

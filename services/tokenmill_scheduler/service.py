@@ -65,14 +65,12 @@ class Service:
         max_queue_len: int,
         loop: Loop,
         models: Models,
-        executors: Callable[[], tuple[ExecutorStatus, ...]],
         ledger: Ledger,
         writer: RecordWriter,
     ) -> None:
         self._max_queue_len = max_queue_len
         self._loop = loop
         self._models = models
-        self._executors = executors
         self._ledger = ledger
         self._writer = writer
         self._arriving: dict[str, _Arrival] = {}
@@ -200,7 +198,7 @@ class Service:
         return self._loop.wait_reason(request_id)
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
-        return self._executors()
+        return self._loop.executors()
 
     def load(self) -> Load:
         return self._loop.load()

@@ -9,13 +9,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
-from tokenmill.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
 
 from tokenmill_scheduler import wire
 from tokenmill_scheduler.core.records import Blocks, Plan, Result
+
+if TYPE_CHECKING:
+    # Only the stubs for type checkers tell asyncio's stub from the blocking one.
+    from tokenmill.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
 
 
 class SessionLost(Exception):

@@ -57,7 +57,7 @@ class Shell:
     def over(cls, ledger: MemoryLedger, max_queue_len: int = 100, config: SchedulerConfig | None = None) -> Shell:
         clock, writer = Clock(), HeldWriter(ledger)
         loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock)
-        service = Service(max_queue_len, loop, Models(), lambda: (), ledger, writer)
+        service = Service(max_queue_len, loop, Models(), ledger, writer)
         return cls(ledger, writer, clock, loop, service, PlayedExecutor())
 
     async def join(self, epoch: int = 1) -> None:
