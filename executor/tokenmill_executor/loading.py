@@ -24,20 +24,23 @@ def load_runner(settings: Settings) -> Runner:
     """Raises SettingsError for a model or a choice that cannot be had."""
     if settings.model == SIMULATED:
         return _simulated_runner(settings)
+    # Both this import and the call, which imports torch, find out what is not installed.
     try:
         from tokenmill_executor.model import load_runner as load_model
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"{error.name} is missing, which a real model needs: pip install 'tokenmill[executor]'") from error
-    try:
+
         return load_model(
             settings.model,
             dtype=settings.dtype,
             device=settings.device,
             max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             threads=settings.threads,
         )
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"{error.name} is missing, which a real model needs: pip install 'tokenmill[executor]'") from error
     except (ValueError, OSError) as error:
         raise SettingsError(f"--model {settings.model} cannot be loaded: {error}") from error
 

@@ -169,8 +169,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "model": {
         "--model": {"required": True, "help": "a Hugging Face folder, a GGUF file, a name in the model cache, or `simulated`"},
         "--served-model-name": {"help": "the name clients use; without it, the model's own"},
-        "--dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "auto is float32 on the CPU"},
-        "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "auto is CUDA if there is a device"},
+        "--dtype": {
+            "choices": ("auto", "float32", "bfloat16"),
+            "default": "auto",
+            "help": "auto is bfloat16 on CUDA, float32 on a CPU",
+        },
+        "--device": {"default": "auto", "help": "cpu, cuda or cuda:N; auto is CUDA if there is a device"},
         "--max-model-len": {"type": _count, "help": "most tokens of a sequence, prompt and output; without it, the model's limit"},
         "--threads": {"type": _count, "help": "threads of a CPU forward pass; without it, torch's choice"},
     },
@@ -178,7 +182,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--block-size": {"type": _count, "default": 16, "help": "token positions in a KV block"},
         "--kv-cache-memory-bytes": {
             "type": parse_bytes,
-            "help": "memory for the KV cache, such as 2GiB; on a CPU without it, at most 4GiB",
+            "help": "for the KV cache, such as 2GiB; on a CPU without it, a quarter of the memory, at most 4GiB",
         },
         "--gpu-memory-utilization": {"type": _fraction, "default": 0.9, "help": "share of a GPU's memory for weights and KV cache"},
         "--num-gpu-blocks-override": {"type": _count, "help": "number of KV blocks, whatever the memory"},

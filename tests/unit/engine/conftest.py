@@ -11,6 +11,7 @@ import pytest
 import structlog.testing
 from tokenmill.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from tokenmill_executor.loading import Loader
+from tokenmill_executor.records import Blocks, Plan
 from tokenmill_executor.runner import Runner
 from tokenmill_executor.server import ExecutorServer
 from tokenmill_executor.settings import parse_settings
@@ -36,6 +37,12 @@ class Service:
     async def stop(self) -> None:
         self.stopped = True
         assert await self.server.stop(timeout_s=30)
+
+    async def blocks(self) -> Blocks:
+        """As they stand behind all jobs the engine's thread has now."""
+        answer = await self.server.thread.carry_out(Plan(epoch=0, plan_id=0), lambda: True, lambda _: None)
+        assert answer is not None
+        return answer.result.blocks
 
     async def scheduler(self, epoch: int) -> FakeScheduler:
         """One that has been welcomed."""

@@ -169,17 +169,22 @@ async def test_an_epoch_at_or_below_the_highest_is_refused_and_disturbs_nobody(s
     assert list((await scheduler.result()).token_ids) == oracle_output([5], 1)
 
 
-async def test_after_goodbye_queued_plans_are_answered_and_everything_is_released(start: Start, held: OracleRunner) -> None:
+@pytest.mark.parametrize("half_closes", [False, True])
+async def test_after_goodbye_queued_plans_are_answered_and_everything_is_released(
+    start: Start, held: OracleRunner, half_closes: bool
+) -> None:
     service = await start(held)
     scheduler = await service.scheduler(1)
     await scheduler.send({1: 9}, [admission(1, [5])])
     await scheduler.send({1: 1})
     await scheduler.goodbye()
+    if half_closes:
+        await scheduler.call.done_writing()
     open_gate(held)
     tokens = [*(await scheduler.result()).token_ids, *(await scheduler.result()).token_ids]
     assert tokens == oracle_output([5], 2)
     assert await scheduler.ended() == (Code.OK, "")
-    assert (await FakeScheduler(service.stub, 2).hello()).blocks.held == 0
+    assert (await service.blocks()).held == 0
 
 
 @pytest.mark.parametrize("way", ["cancel", "half_close", "channel"])
@@ -199,7 +204,7 @@ async def test_a_scheduler_that_is_gone_leaves_no_sequence_and_no_queued_plan(st
     await channel.close(None)
     await service.server.servicer.idle()
     open_gate(held)
-    assert (await FakeScheduler(service.stub, 2).hello()).blocks.held == 0
+    assert (await service.blocks()).held == 0
     assert held.num_steps == 1
 
 
