@@ -10,11 +10,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from tests.simulation.world import World, description
-from tokenmill_scheduler.core.records import Result, ResultArrived, SequenceFault, TextStop
+from tokenmill_scheduler.core.records import ResultArrived, SequenceFault, TextStop
 from tokenmill_scheduler.core.request import TERMINAL, FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
+
+from tests.simulation.world import World, description
 
 NAMES = ("x", "y")
 EXECUTORS = st.sampled_from(NAMES)
@@ -53,7 +53,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         self.world = World(config, *shapes[: 2 if two else 1], overlap=overlap)
         self.lost: set[str] = set()
-        self.last_results: dict[str, Result] = {}
         self.stopped_early: set[str] = set()
         self.faulted = False
 
@@ -109,7 +108,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def deliver(self, name: str) -> None:
         name = self._name(name)
         if self.world.arriving[name]:
-            self.last_results[name] = self.world.arriving[name][0]
             self.world.deliver(name)
 
     @rule(name=EXECUTORS, keep=st.integers(0, 1))
@@ -129,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(name=EXECUTORS)
     def deliver_again(self, name: str) -> None:
         """A doubled result, or one of an earlier epoch, changes nothing and is counted."""
-        result = self.last_results.get(self._name(name))
+        result = self.world.last_results.get(self._name(name))
         if result is not None:
             before = self.world.core.counters.stale_results
             assert self.world.handle(ResultArrived(self._name(name), result)) == []
@@ -161,7 +159,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.world.restart_scheduler()
         self.lost.clear()
-        self.last_results.clear()
 
     # ---- what holds ----
 
@@ -202,6 +199,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = SchedulerMachine.TestCase

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from tests.simulation import oracle
 from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
+
+from tests.simulation import oracle
 
 NONE, STOP, LENGTH = 0, 1, 2
 

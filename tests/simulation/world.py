@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from tests.simulation import oracle
-from tests.simulation.model_executor import ModelExecutor
 from tokenmill_scheduler.core import invariants
 from tokenmill_scheduler.core.records import (
     Cancelled,
@@ -33,6 +31,9 @@ from tokenmill_scheduler.core.records import (
 )
 from tokenmill_scheduler.core.request import TERMINAL, TRANSITIONS, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
+
+from tests.simulation import oracle
+from tests.simulation.model_executor import ModelExecutor
 
 MODEL = "tiny"
 
@@ -82,6 +83,7 @@ class World:
         self.records: dict[str, Record] = {}
         self.executors: dict[str, ModelExecutor] = {}
         self.arriving: dict[str, deque[Result]] = {}
+        self.last_results: dict[str, Result] = {}
         self.plans: list[Plan] = []
         self.effects: list[Effect] = []
         for executor in executors:
@@ -153,7 +155,8 @@ class World:
 
     def deliver(self, executor: str = "x", text_stops: dict[int, TextStop] | None = None) -> list[Effect]:
         """Hands in the oldest result on its way."""
-        return self.handle(ResultArrived(executor, self.arriving[executor].popleft(), text_stops or {}))
+        result = self.last_results[executor] = self.arriving[executor].popleft()
+        return self.handle(ResultArrived(executor, result, text_stops or {}))
 
     def turn(self, executor: str = "x") -> Plan | None:
         """One unpipelined step: plan, carry out, hand in."""
@@ -178,6 +181,7 @@ class World:
         self.core = Scheduler(self.config)
         for record in [r for r in self.records.values() if r.state not in TERMINAL]:
             self.handle(Submitted(record.request, tuple(record.output), record.state))
+        self.last_results.clear()
         for name in self.executors:
             self.arriving[name].clear()
             self.rejoin(name)

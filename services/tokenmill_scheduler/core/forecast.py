@@ -32,10 +32,6 @@ class Forecast:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def shortfall(self, sequence: Sequence, tokens: int) -> int:
-        """Blocks beyond its reservation that a sequence needs to have `tokens` computed."""
-        return max(0, self.blocks(tokens) - sequence.reserved)
-
     def reserve(self, sequence: Sequence, blocks: int) -> None:
         """Promises a sequence `blocks` more; the caller has seen that they are free."""
         sequence.reserved += blocks

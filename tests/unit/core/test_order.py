@@ -1,0 +1,214 @@
+"""Who runs when: arrival, priority, preempted ones, overtaking, slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from tokenmill_scheduler.core.records import Updated
+from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.scheduler import SchedulerConfig
+
+from tests.simulation.world import World, description
+
+
+def _admitted(world: World) -> list[int]:
+    return [admission.sampling.seed for plan in world.plans for admission in plan.admit]
+
+
+def _states(world: World, seeds: Iterable[int]) -> list[str]:
+    return [world.state(f"r{seed}").value for seed in seeds]
+
+
+def test_fcfs_runs_in_order_of_arrival_whatever_the_priority() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1), description())
+    for seed in (5, 2, 4):
+        world.submit(seed, priority=seed)
+    world.drain()
+    assert _admitted(world) == [5, 2, 4]
+
+
+def test_priority_runs_higher_sooner_and_ties_by_arrival() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="priority"), description())
+    for seed, priority in ((1, 0), (2, 1), (4, 0), (5, 2)):
+        world.submit(seed, priority=priority)
+    world.drain()
+    assert _admitted(world) == [5, 2, 1, 4]
+
+
+def test_c25_a_preempted_request_resumes_before_its_equals() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="priority"), description())
+    world.submit(2, priority=-1)
+    world.tick(1)
+    world.submit(1, priority=0)
+    world.turn()
+    world.update("r2", priority=0)
+    world.submit(4, priority=1)
+    world.drain()
+    assert _admitted(world) == [1, 4, 1, 2], "r2 arrived before r1, and is its equal"
+
+
+def test_c25_nobody_overtakes_a_preempted_request_that_does_not_fit() -> None:
+    world = World(None, description(num_blocks=6))
+    for seed in (1, 2):
+        world.submit(seed, prompt=8, max_tokens=9)
+    while not world.records["r2"].path.endswith("preempted"):
+        world.turn()
+    world.submit(4, prompt=1, max_tokens=1)
+    world.turn()
+    assert world.state("r4") is State.WAITING
+    world.drain()
+    assert _admitted(world) == [1, 2, 2, 4]
+
+
+def test_c33_a_higher_arrival_preempts_one_victim_and_an_equal_none() -> None:
+    world = World(SchedulerConfig(max_num_seqs=3, policy="priority"), description())
+    for seed in (1, 2, 4):
+        world.submit(seed, max_tokens=20)
+    world.turn()
+    world.submit(5, priority=0)
+    world.turn()
+    assert _states(world, (1, 2, 4, 5)) == ["decode", "decode", "decode", "waiting"]
+
+    world.submit(7, priority=1)
+    plan = world.turn()
+
+    assert plan is not None
+    assert plan.release == (3,), "the latest of the lowest"
+    assert len(plan.advance_sequence_ids) == 3
+    assert _states(world, (1, 2, 4, 5, 7)) == ["decode", "decode", "preempted", "waiting", "decode"]
+    world.drain()
+    world.check_idle()
+    assert world.core.counters.preemptions == 1
+    assert all(world.output(r) == world.expected(r) for r in world.records)
+
+
+def test_c33_a_higher_arrival_takes_blocks_from_the_lower() -> None:
+    world = World(SchedulerConfig(policy="priority"), description(num_blocks=6))
+    world.submit(1, prompt=8, max_tokens=4)
+    world.submit(2, prompt=8, max_tokens=4)
+    world.turn()
+    world.submit(4, prompt=10, max_tokens=2, priority=1)
+    world.turn()
+    assert _states(world, (1, 2, 4)) == ["decode", "preempted", "waiting"]
+    world.turn()
+    assert _states(world, (1, 2, 4)) == ["decode", "preempted", "decode"]
+    world.drain()
+    world.check_idle()
+
+
+def test_c33_nobody_is_preempted_if_that_would_not_make_enough_room() -> None:
+    world = World(SchedulerConfig(policy="priority"), description(num_blocks=6))
+    world.submit(1, prompt=11, max_tokens=8, priority=2)
+    world.submit(2, prompt=3, max_tokens=8)
+    world.turn()
+    world.submit(4, prompt=18, max_tokens=2, priority=1)
+    world.turn()
+    assert _states(world, (1, 2, 4)) == ["decode", "decode", "waiting"]
+    world.drain()
+    world.check_idle()
+    assert all(world.output(r) == world.expected(r) for r in world.records)
+
+
+def test_c33_static_batches_are_not_disturbed() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="priority", batching="static"), description())
+    world.submit(1)
+    world.turn()
+    world.submit(2, priority=1)
+    world.drain()
+    assert world.core.counters.preemptions == 0
+
+
+def test_c36_slots_of_requests_with_one_token_are_reusable_in_the_very_next_plan() -> None:
+    world = World(SchedulerConfig(max_num_seqs=4), description())
+    for seed in (1, 2, 4, 5, 7, 8, 10, 11):
+        world.submit(seed, max_tokens=1)
+    first, second = world.plan(), world.plan()
+    assert first is not None
+    assert second is not None
+    assert (first.advance_sequence_ids, second.advance_sequence_ids) == ((1, 2, 3, 4), (5, 6, 7, 8))
+    world.drain()
+    world.check_idle()
+    assert len(world.plans) == 2
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_overtakes_past_a_head_that_does_not_fit_are_bounded(allowed: int) -> None:
+    world = World(SchedulerConfig(max_overtakes=allowed), description(num_blocks=8))
+    world.submit(1, prompt=15, max_tokens=40)
+    world.turn()
+    world.submit(2, prompt=28, max_tokens=1)
+    for seed in (4, 5, 7, 8, 10, 11):
+        world.submit(seed, prompt=1, max_tokens=1)
+    for _ in range(8):
+        world.turn()
+    assert _admitted(world)[1:] == [4, 5, 7][:allowed]
+    world.cancel("r1")
+    world.drain()
+    world.check_idle()
+    assert _admitted(world)[1 + allowed] == 2
+
+
+def test_a_lower_priority_does_not_overtake_a_higher_that_does_not_fit() -> None:
+    world = World(SchedulerConfig(policy="priority"), description(num_blocks=8))
+    world.submit(1, prompt=15, max_tokens=10, priority=3)
+    world.turn()
+    world.submit(2, prompt=28, max_tokens=1, priority=2)
+    world.submit(4, prompt=1, max_tokens=1, priority=1)
+    world.turn()
+    assert world.state("r4") is State.WAITING
+    world.drain()
+    assert _admitted(world) == [1, 2, 4]
+
+
+def test_a_new_priority_moves_a_waiting_request_and_is_told() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="priority"), description())
+    for seed in (1, 2, 4):
+        world.submit(seed)
+    assert world.update("r4", priority=5) == [Updated("r4", 5)]
+    world.drain()
+    assert _admitted(world) == [4, 1, 2]
+    assert world.update("r4", priority=6) == [], "it has ended"
+
+
+def test_a_new_priority_of_a_running_request_saves_it_from_being_the_victim() -> None:
+    world = World(SchedulerConfig(max_num_seqs=2, policy="priority"), description())
+    world.submit(1, max_tokens=20)
+    world.submit(2, max_tokens=20)
+    world.turn()
+    world.update("r2", priority=1)
+    world.submit(4, priority=1)
+    world.turn()
+    assert _states(world, (1, 2, 4)) == ["preempted", "decode", "decode"]
+
+
+def test_decodes_come_first_then_prefills_by_what_is_left_of_the_budget() -> None:
+    world = World(SchedulerConfig(max_num_batched_tokens=10), description())
+    world.submit(1, prompt=4)
+    world.turn()
+    world.submit(2, prompt=12)
+    world.submit(4, prompt=12)
+    plan = world.turn()
+    assert plan is not None
+    assert (plan.advance_sequence_ids, plan.advance_max_tokens) == ((1, 2), (1, 9))
+    plan = world.turn()
+    assert plan is not None
+    assert (plan.advance_sequence_ids, plan.advance_max_tokens) == ((1, 2, 3), (1, 3, 6))
+
+
+def test_no_plan_when_there_is_nothing_to_do_or_the_pipeline_is_full() -> None:
+    world = World(None, description(pipeline_depth=2))
+    assert world.plan() is None
+    world.submit(1, max_tokens=9)
+    assert world.plan() is not None
+    assert world.plan() is not None
+    assert world.plan() is None
+    world.step()
+    world.deliver()
+    assert world.plan() is not None
+
+
+def test_no_plan_for_a_sequence_that_the_plans_out_bring_to_its_end() -> None:
+    world = World(None, description(pipeline_depth=4))
+    world.submit(1, max_tokens=2)
+    assert [world.plan() is not None for _ in range(3)] == [True, True, False]

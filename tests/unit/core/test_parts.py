@@ -1,0 +1,154 @@
+"""The small parts by themselves: transitions, arithmetic, forecast, queue, alarms."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenmill_scheduler.core.alarms import Alarms
+from tokenmill_scheduler.core.diagram import document, mermaid
+from tokenmill_scheduler.core.forecast import Forecast
+from tokenmill_scheduler.core.live import Ending, LiveRequest
+from tokenmill_scheduler.core.policy import Fcfs, Priority
+from tokenmill_scheduler.core.queue import WaitingQueue
+from tokenmill_scheduler.core.request import TERMINAL, TRANSITIONS, FinishReason, IllegalTransition, Request, Sampling, State
+from tokenmill_scheduler.core.sequence import Sequence
+
+_DOCS = Path(__file__).parents[3] / "docs"
+
+
+def _live(ordinal: int, *, priority: int = 0, arrival_s: float = 0.0, state: State = State.WAITING) -> LiveRequest:
+    request = Request(f"r{ordinal}", "m", (1, 2, 3), Sampling(max_tokens=4, seed=0), arrival_s, priority)
+    return LiveRequest(request, ordinal, state)
+
+
+def _sequence(known: int = 8, limit: int = 100) -> Sequence:
+    return Sequence(1, "x", None, limit, known, known)
+
+
+def test_an_illegal_transition_raises_and_changes_nothing() -> None:
+    for before in State:
+        for after in State:
+            live = _live(1, state=before)
+            if after in TRANSITIONS[before]:
+                assert (live.move(after, 1.0).before, live.state) == (before, after)
+            else:
+                with pytest.raises(IllegalTransition):
+                    live.move(after, 1.0)
+                with pytest.raises(IllegalTransition):
+                    live.end(Ending(after, FinishReason.STOP), 1.0)
+                assert live.state is before
+
+
+def test_every_state_can_end_and_no_end_goes_on() -> None:
+    assert {State.DONE, State.CANCELLED, State.EXPIRED, State.FAILED} == TERMINAL
+    for state in State:
+        assert (state in TERMINAL) == (not TRANSITIONS[state])
+
+
+def test_the_document_of_states_is_up_to_date() -> None:
+    assert (_DOCS / "request-states.md").read_text(encoding="utf-8") == document()
+    assert "preempted --> prefill" in mermaid()
+    assert "waiting --> done" not in mermaid()
+
+
+def test_prefill_in_chunks_then_decode_is_one_arithmetic() -> None:
+    sequence = _sequence(known=8)
+    assert [sequence.plan(5), sequence.remaining] == [False, 3]
+    assert [sequence.plan(3), sequence.remaining] == [True, 1]
+    assert [sequence.plan(1), sequence.remaining] == [True, 1]
+    assert (sequence.planned_computed, sequence.planned_known, sequence.plans_out) == (9, 10, 3)
+    sequence.settle(5, False, 5, 0)
+    sequence.settle(3, True, 3, 1)
+    sequence.settle(1, True, 1, 1)
+    assert (sequence.computed, sequence.known, sequence.plans_out) == (9, 10, 0)
+    assert (sequence.planned_computed, sequence.planned_known) == (9, 10)
+
+
+def test_a_result_below_what_was_booked_corrects_the_planned_figures() -> None:
+    sequence = _sequence(known=8)
+    sequence.plan(8)
+    sequence.plan(1)
+    sequence.settle(8, True, 0, 0)
+    assert (sequence.computed, sequence.planned_computed, sequence.planned_known) == (0, 1, 9)
+    sequence.settle(1, True, 1, 0)
+    assert (sequence.remaining, sequence.planned_computed) == (7, 1)
+
+
+def test_exhausted_when_the_plans_out_bring_it_to_its_limit() -> None:
+    sequence = _sequence(known=8, limit=10)
+    sequence.plan(8)
+    assert not sequence.exhausted
+    sequence.plan(1)
+    assert sequence.exhausted
+
+
+def test_the_forecast_subtracts_what_is_promised_until_a_result_confirms_it() -> None:
+    forecast, sequence = Forecast(block_size=4, available=10), _sequence(known=8)
+    forecast.reserve(sequence, 3)
+    sequence.plan(8)
+    assert forecast.free == 7
+    sequence.settle(8, True, 8, 1)
+    forecast.available = 8
+    forecast.confirm(sequence)
+    assert (sequence.held, sequence.reserved, forecast.free) == (2, 3, 7)
+    forecast.trim(sequence)
+    assert (sequence.reserved, forecast.free) == (2, 8), "the block booked for the next token is given back"
+    forecast.available = 10
+    forecast.forget(sequence)
+    assert (forecast.free, forecast.promised) == (10, 0)
+
+
+def test_trim_keeps_what_plans_out_may_take() -> None:
+    forecast, sequence = Forecast(block_size=4, available=10), _sequence(known=8)
+    forecast.reserve(sequence, 3)
+    sequence.plan(5)
+    forecast.trim(sequence)
+    assert (sequence.reserved, forecast.free) == (2, 8)
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Priority()])
+def test_the_queue_keeps_the_policys_order_through_any_changes(policy: Fcfs | Priority) -> None:
+    rng = random.Random(7)
+    queue = WaitingQueue(policy)
+    inside: list[LiveRequest] = []
+    for ordinal in range(400):
+        if inside and rng.random() < 0.4:
+            live = inside.pop(rng.randrange(len(inside)))
+            queue.remove(live)
+            assert live not in queue
+        else:
+            state = rng.choice([State.WAITING, State.PREEMPTED])
+            live = _live(ordinal, priority=rng.randrange(3), arrival_s=rng.randrange(20), state=state)
+            queue.add(live)
+            inside.append(live)
+            assert live in queue
+        assert list(queue) == sorted(inside, key=policy.rank)
+        assert queue.oldest_arrival_s == min((live.request.arrival_s for live in inside), default=None)
+
+
+def test_priority_ranks_preempted_before_its_equals_and_after_its_betters() -> None:
+    waiting = _live(1)
+    preempted = _live(2, arrival_s=5, state=State.PREEMPTED)
+    higher = _live(3, priority=1, arrival_s=9)
+    assert sorted([waiting, preempted, higher], key=Priority().rank) == [higher, preempted, waiting]
+    assert sorted([waiting, preempted, higher], key=Fcfs().rank) == [preempted, waiting, higher]
+
+
+def test_alarms_give_the_earliest_of_what_is_set_now_and_stay_bounded() -> None:
+    rng = random.Random(3)
+    alarms, times = Alarms(), dict[str, float]()
+    for turn in range(3_000):
+        key = f"k{rng.randrange(20)}"
+        if rng.random() < 0.3:
+            times.pop(key, None)
+            alarms.discard(key)
+        else:
+            times[key] = float(rng.randrange(50))
+            alarms.set(key, times[key], turn)
+        earliest = alarms.earliest()
+        assert (earliest[0] if earliest else None) == min(times.values(), default=None)
+        assert earliest is None or times[earliest[1]] == earliest[0]
+        assert len(alarms) == len(times)
+    assert len(alarms._heap) < 200
