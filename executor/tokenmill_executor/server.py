@@ -105,7 +105,8 @@ async def serve(settings: Settings, make_loader: Callable[[Settings], Loader] = 
         for task in (loading, told_to_stop, failed):
             task.cancel()
         log.info("stopping")
-        at_rest = await server.stop(settings.shutdown_timeout_s)
+        # Half a model is of no use to anybody: loading is not waited for.
+        at_rest = await server.stop(settings.shutdown_timeout_s if server.thread.loaded else 0.0)
     code = 1 if server.servicer.failed.is_set() else 0
     if not at_rest:
         # A thread deep in a step or in loading cannot be interrupted, and the interpreter would wait for it.
