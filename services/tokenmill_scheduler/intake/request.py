@@ -17,11 +17,11 @@ from tokenmill.inference.v1.inference_pb2 import Prompt, RequestSpec
 
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.desk import Desk, ServedModel
+from tokenmill_scheduler.intake.fields import check_priority
 from tokenmill_scheduler.intake.prompt import check_length, read_prompt
 from tokenmill_scheduler.intake.sampling import Room, read_sampling
 from tokenmill_scheduler.intake.violations import InvalidArgument, Violations
 
-MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
 MAX_TIMEOUT_S = 366 * 24 * 3600
 MAX_CACHE_SALT_CHARS = 256
 
@@ -110,11 +110,6 @@ def digest_payload(spec: RequestSpec, detached: bool) -> bytes:
     sent.ClearField("request_id")
     sent.detached = detached
     return hashlib.sha256(sent.SerializeToString(deterministic=True)).digest()
-
-
-def check_priority(priority: int, field: str, violations: Violations) -> None:
-    holds = MIN_PRIORITY <= priority <= MAX_PRIORITY
-    violations.require(holds, field, f"must be from {MIN_PRIORITY} to {MAX_PRIORITY}; got {priority}")
 
 
 def _check_envelope(spec: RequestSpec, violations: Violations) -> None:

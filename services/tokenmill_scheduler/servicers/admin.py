@@ -14,10 +14,9 @@ from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, State
 from tokenmill_scheduler.desk import Desk, RequestStatus, UnknownRequest
 from tokenmill_scheduler.intake import InvalidArgument, Violations
-from tokenmill_scheduler.intake.request import check_priority
+from tokenmill_scheduler.intake.fields import check_priority, read_reason
 from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery, StoredRequest
 from tokenmill_scheduler.servicers import convert
-from tokenmill_scheduler.servicers.inference import read_reason
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 100, 1_000
 MAX_CANCELLED_IDS = 1_000

@@ -24,6 +24,8 @@ from tokenmill_scheduler.ledger.port import LedgerUnavailable
 
 DOMAIN = "tokenmill"
 _LEDGER_RETRY_S = 1.0
+# Messages name what was asked for, which can be of any length; metadata, which carries them twice, is cut off at about 8 KB.
+_MAX_MESSAGE_CHARS = 500
 
 _REASONS: dict[type[Exception], tuple[int, str]] = {
     InvalidArgument: (code_pb2.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
@@ -74,7 +76,7 @@ def status_of(error: Exception) -> status_pb2.Status | None:
     code, reason = _REASONS.get(type(error), (code_pb2.INTERNAL, ""))
     if not reason:
         return None
-    status = status_pb2.Status(code=code, message=str(error))
+    status = status_pb2.Status(code=code, message=str(error)[:_MAX_MESSAGE_CHARS])
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
     if isinstance(error, InvalidArgument):
         status.details.add().Pack(_bad_request(error))

@@ -10,6 +10,8 @@ Must not know: gRPC calls, the desk beyond its records.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tokenmill.inference.v1.inference_pb2 import OutputOptions
 from tokenmill.inference.v1.types_pb2 import StreamEvent
 
@@ -17,6 +19,9 @@ from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.desk import Chunk, Ended
 from tokenmill_scheduler.servicers.convert import FINISH_REASONS, STATES, add_logprobs
 from tokenmill_scheduler.text.stream import TextStream
+
+# With twenty log probabilities a token this is half a megabyte: no reader's message limit is near.
+MAX_DELTA_TOKENS = 2_048
 
 
 class EventWriter:
@@ -62,6 +67,16 @@ class EventWriter:
         finished.usage.output_tokens = ended.num_output_tokens
         finished.error = ended.error
         finished.error_code = ended.error_code
+
+
+def split(chunk: Chunk) -> Iterator[Chunk]:
+    """Chunks of a size that a message can carry: one who attaches late finds all tokens so far in one."""
+    if len(chunk.token_ids) <= MAX_DELTA_TOKENS:
+        yield chunk
+        return
+    for start in range(0, len(chunk.token_ids), MAX_DELTA_TOKENS):
+        part = slice(start, start + MAX_DELTA_TOKENS)
+        yield Chunk(chunk.first_index + start, chunk.token_ids[part], chunk.logprobs[part])
 
 
 def wants_text(output: OutputOptions | None) -> bool:

@@ -18,12 +18,12 @@ from tokenmill.inference.v1.types_pb2 import StreamEvent
 
 from tokenmill_scheduler.core.request import TERMINAL
 from tokenmill_scheduler.desk import Attachment, Desk, Ended, RequestStatus, Unavailable
-from tokenmill_scheduler.intake import Intake, Taken, Violations
+from tokenmill_scheduler.intake import Intake, Taken
+from tokenmill_scheduler.intake.fields import read_reason
 from tokenmill_scheduler.servicers import convert
-from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
+from tokenmill_scheduler.servicers.events import EventWriter, split, wants_text, wants_token_ids
 from tokenmill_scheduler.text.stream import TextStream
 
-MAX_REASON_CHARS = 1_000
 # Detokenising this many tokens takes about a millisecond; more goes to a thread.
 _MANY_TOKENS = 2_000
 _SHUTDOWN_RETRY_S = 1.0
@@ -94,16 +94,16 @@ class InferenceServicer(InferenceServiceServicer):
         writer.accepted((response := new()).event)
         yield response
         async for item in attachment.chunks:
-            response = new()
             if isinstance(item, Ended):
                 break
-            writer.delta(response.event, item)
-            yield response
+            for part in split(item):
+                writer.delta((response := new()).event, part)
+                yield response
         else:
             raise Unavailable("the stream ended before the request did; attach again", _SHUTDOWN_RETRY_S)
-        if writer.held((held := new()).event):
-            yield held
-        writer.finished(response.event, item)
+        if writer.held((response := new()).event):
+            yield response
+        writer.finished((response := new()).event, item)
         yield response
 
     async def _open(self, taken: Taken) -> Attachment:
@@ -138,11 +138,3 @@ async def _close_once_open(opening: asyncio.Future[Attachment]) -> None:
 async def _feed(text: TextStream, token_ids: tuple[int, ...]) -> str:
     step = await asyncio.to_thread(text.feed, token_ids) if len(token_ids) > _MANY_TOKENS else text.feed(token_ids)
     return step.text
-
-
-def read_reason(reason: str, default: str) -> str:
-    """Why a request is cancelled, for its record. Raises InvalidArgument when it is too long to keep."""
-    violations = Violations()
-    violations.require(len(reason) <= MAX_REASON_CHARS, "reason", f"must have at most {MAX_REASON_CHARS} characters")
-    violations.raise_any()
-    return reason or default

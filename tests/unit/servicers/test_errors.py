@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +16,7 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill_scheduler import desk
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.ledger.port import LedgerUnavailable
-from tokenmill_scheduler.servicers.errors import status_of
+from tokenmill_scheduler.servicers.errors import ErrorInterceptor, status_of
 
 from tests.unit.servicers.calls import detail, details, events, refusal, spec
 from tests.unit.servicers.conftest import Served
@@ -66,6 +70,53 @@ async def test_the_unforeseen_is_internal_with_an_id_and_never_in_its_own_words(
     (entry,) = logs
     assert entry["error_id"] == error_id
     assert str(entry["exc_info"]) == "secret of the house"
+
+
+class GoneClient:
+    """The context of a call whose client has gone: what is written raises what grpc.aio raises then."""
+
+    async def write(self, message: object) -> None:
+        raise grpc.aio.InternalError
+
+    async def abort_with_status(self, status: object) -> None:
+        raise AssertionError("there is nobody to tell")
+
+
+async def test_a_stream_is_closed_before_the_call_ends_when_its_client_has_gone() -> None:
+    closed = []
+
+    async def stream(request: object, context: object) -> AsyncIterator[str]:
+        try:
+            yield "a"
+            yield "b"
+        finally:
+            await asyncio.sleep(0)
+            closed.append(True)
+
+    async def continuation(details: object) -> grpc.RpcMethodHandler[Any, Any]:
+        return grpc.unary_stream_rpc_method_handler(stream)
+
+    call = SimpleNamespace(method="/tokenmill.inference.v1.InferenceService/Generate")
+    handler: Any = await ErrorInterceptor().intercept_service(continuation, call)  # type: ignore[arg-type]
+    await handler.unary_stream(object(), GoneClient())
+    assert closed == [True]
+
+
+async def test_health_and_reflection_pass_untouched() -> None:
+    handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+
+    async def continuation(details: object) -> grpc.RpcMethodHandler[Any, Any]:
+        return handler
+
+    call = SimpleNamespace(method="/grpc.health.v1.Health/Check")
+    assert await ErrorInterceptor().intercept_service(continuation, call) is handler  # type: ignore[arg-type]
+
+
+async def test_what_a_client_sent_comes_back_shortened(served: Served) -> None:
+    """Metadata has a limit; an answer that breaks it would not arrive at all."""
+    error = await refusal(served.inference.Cancel(pb.CancelRequest(request_id="é" * 100_000)))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert detail(error, error_details_pb2.ErrorInfo).reason == "UNKNOWN_REQUEST"
 
 
 async def test_c55_a_refused_request_leaves_the_others_alone(served: Served) -> None:

@@ -6,11 +6,13 @@ import asyncio
 
 import grpc
 import pytest
+import structlog
 from google.rpc import code_pb2, error_details_pb2
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill.inference.v1.types_pb2 import SamplingParams, StreamEvent
 from tokenmill_scheduler.core.request import Request, State
+from tokenmill_scheduler.servicers.events import MAX_DELTA_TOKENS
 
 from tests.fakes.desk import FakeDesk, oracle_logprobs, oracle_token
 from tests.fakes.text_models import byte_level_tokenizer
@@ -191,6 +193,16 @@ async def test_c64_a_slow_reader_gets_few_deltas_and_every_token(served: Served)
     assert len(deltas(stream)) <= 3
 
 
+async def test_a_late_reader_of_a_long_output_gets_messages_of_a_bounded_size(served: Served) -> None:
+    sampling = SamplingParams(max_tokens=4_000, logprobs=20)
+    await served.inference.Submit(pb.SubmitRequest(request=spec(sampling=sampling, request_id="a")))
+    served.desk.produce("a", 4_000)
+    stream = await events(served.inference.Attach(pb.AttachRequest(request_id="a", next_index=1, output=both())))
+    assert indexes(stream) == list(range(1, 4_000))
+    assert all(delta.token_count == len(delta.token_ids) == len(delta.logprobs) <= MAX_DELTA_TOKENS for delta in deltas(stream))
+    assert deltas(stream)[-1].logprobs[-1].logprob == oracle_logprobs(3_999, top=0).logprob
+
+
 async def test_c12_cancel_by_another_client_ends_the_stream(served: Served) -> None:
     call = served.inference.Generate(pb.GenerateRequest(request=spec(request_id="a")))
     await next_event(call)
@@ -224,13 +236,17 @@ async def test_c13_a_dropped_stream_cancels_unless_detached(served: Served, deta
 
 
 async def test_c13_a_client_that_goes_while_tokens_flow_is_noticed_by_the_writer(served: Served) -> None:
-    call = served.inference.Generate(pb.GenerateRequest(request=spec(sampling=SamplingParams(max_tokens=4_000), request_id="a")))
-    await next_event(call)
-    call.cancel()
-    while served.desk.open_streams:
-        served.desk.produce("a", 1)
-        await asyncio.sleep(0)
-    assert served.desk.entries["a"].state is State.CANCELLED
+    with structlog.testing.capture_logs() as logs:
+        for number in range(20):
+            request = spec(sampling=SamplingParams(max_tokens=4_000), request_id=f"r{number}")
+            call = served.inference.Generate(pb.GenerateRequest(request=request))
+            await next_event(call)
+            call.cancel()
+            while served.desk.open_streams:
+                served.desk.produce(f"r{number}", 1)
+                await asyncio.sleep(0)
+            assert served.desk.entries[f"r{number}"].state is State.CANCELLED
+    assert not logs, "a client that goes is no error"
 
 
 async def test_a_client_that_goes_during_the_submit_leaves_no_request_behind(served: Served, desk: FakeDesk) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.types_pb2 import SamplingParams
@@ -259,6 +259,7 @@ async def test_tokenize_answers_as_a_prompt_is_read_whatever_its_length(served: 
     assert list(found) == ["prompt.text"]
 
 
+@settings(deadline=None)
 @given(st.floats(width=32), st.floats(width=32), st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1))
 async def test_no_number_gets_past_its_range(temperature: float, top_p: float, top_k: int, stop_id: int) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, stop_token_ids=[stop_id])

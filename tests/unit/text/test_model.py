@@ -65,6 +65,44 @@ def test_whitespace_loops_and_json_are_as_transformers_has_them() -> None:
     assert render(source, [*USER, {"role": "user", "content": "<é>"}]) == '{"role": "user", "content": "<é>"}\n'
 
 
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\\nYou are a helpful assistant<|im_end|>\\n' }}{% endif %}"
+        "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "inst": (
+        "{{ bos_token }}{%- for message in messages -%}\n"
+        "    {%- if message.role == 'user' %}\n{{ '[INST] ' ~ message.content | trim ~ ' [/INST]' }}\n"
+        "    {%- else %} {{ message.content }}{{ eos_token }}{% endif -%}\n{%- endfor -%}\n"
+    ),
+    "namespace": (
+        "{% set ns = namespace(seen='') %}\n{% for m in messages %}\n"
+        "    {% if m.role == 'system' %}{% set ns.seen = m.content %}{% continue %}{% endif %}\n"
+        "    {% generation %}{{ m.content }}{% endgeneration %}|{{ ns.seen }}|{{ m | tojson(indent=2) }}\n{% endfor %}\n"
+        "{{ tools is none }} {{ strftime_now('%Y') | length }} {{ undefined_name }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+def test_templates_render_as_transformers_renders_them(source: str) -> None:
+    """`transformers` is what models are trained with; the scheduler itself must run without it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [
+        {"role": "system", "content": "Be <brief> & é"},
+        {"role": "user", "content": "  hi 你好\n"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "🎉"},
+    ]
+    tokens: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    theirs: Any = render_jinja_template([messages], chat_template=source, add_generation_prompt=True, **tokens)
+    texts, _ = theirs
+    assert ChatTemplate(source, tokens).render(messages) == texts[0]
+
+
 def test_generation_marks_show_what_they_hold() -> None:
     assert render("{% generation %}x{{ bos_token }}{% endgeneration %}", bos_token="<s>") == "x<s>"
 

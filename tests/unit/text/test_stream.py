@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenmill_scheduler.text.model import TextModel, TextStream
@@ -28,15 +28,18 @@ def expected(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
 
 
 def whole_characters(tokenizer: Tokenizer, prompt: list[int]) -> str:
-    """What a prompt made from a text shows of it, less the character it is cut in."""
-    lengths = range(len(prompt), -1, -1)
-    return next(text for text in (tokenizer.decode(prompt[:length]) for length in lengths) if "\ufffd" not in text)
+    """What a prompt made from a text shows of it, less the character it is cut in.
+
+    A shorter prompt can show more: byte fallback replaces all that stands in one run with the cut character.
+    """
+    return max((tokenizer.decode(prompt[:length]).rstrip("\ufffd") for length in range(len(prompt) + 1)), key=len)
 
 
 def run(stream: TextStream, output: list[int]) -> str:
     return "".join([stream.feed([token_id]).text for token_id in output]) + stream.finish()
 
 
+@settings(deadline=None)
 @given(byte_level_ids, byte_level_ids)
 def test_c75_any_bytes_after_any_prompt_equal_the_full_decode(prompt: list[int], output: list[int]) -> None:
     stream = byte_level_model().stream(prompt)
@@ -44,6 +47,7 @@ def test_c75_any_bytes_after_any_prompt_equal_the_full_decode(prompt: list[int],
 
 
 @BOTH
+@settings(deadline=None)
 @given(text=texts, data=st.data())
 def test_c75_any_cut_between_prompt_and_output_equals_the_full_decode(
     tokenizer: Tokenizer, model: TextModel, text: str, data: st.DataObject
@@ -54,6 +58,7 @@ def test_c75_any_cut_between_prompt_and_output_equals_the_full_decode(
     assert whole_characters(tokenizer, token_ids[:cut]) + output == tokenizer.decode(token_ids)
 
 
+@settings(deadline=None)
 @given(sentencepiece_ids, sentencepiece_ids)
 def test_c75_byte_fallback_gives_no_more_replacements_than_the_full_decode(prompt: list[int], output: list[int]) -> None:
     text = run(sentencepiece_model().stream(prompt), output)
@@ -88,6 +93,7 @@ def test_prompt_character_that_is_never_completed_is_not_output(tokenizer: Token
 
 
 @BOTH
+@settings(deadline=None)
 @given(data=st.data())
 def test_text_after_n_tokens_does_not_depend_on_chunks(tokenizer: Tokenizer, model: TextModel, data: st.DataObject) -> None:
     ids = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30)
