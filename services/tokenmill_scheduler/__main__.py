@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
-from tokenmill_scheduler.ledger import open_ledger
+from tokenmill_scheduler.ledger.port import LedgerError
+from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.logs import configure_logs
 from tokenmill_scheduler.server import serve
-from tokenmill_scheduler.settings import SettingsError, settings_from_process
+from tokenmill_scheduler.settings import Settings, SettingsError, settings_from_process
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,15 +19,19 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = settings_from_process(argv)
         configure_logs(settings.log_format, settings.log_level)
-        ledger = open_ledger(settings.database, settings.durability)
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                return runner.run(serve(settings, ledger))
-        finally:
-            ledger.close()
+        with closing(_open(settings)) as ledger, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve(settings, ledger))
     except SettingsError as error:
         print(f"tokenmill_scheduler: {error}", file=sys.stderr)
         return 2
+
+
+def _open(settings: Settings) -> SqlLedger:
+    """Raises SettingsError."""
+    try:
+        return open_ledger(settings.database, durable=settings.durability == "power")
+    except (LedgerError, ValueError) as error:
+        raise SettingsError(f"--database cannot be used: {error}") from error
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

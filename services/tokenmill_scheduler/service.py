@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from tokenmill_scheduler.core import records as core
-from tokenmill_scheduler.core.request import TERMINAL, Request
+from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request
 from tokenmill_scheduler.desk import (
     Attachment,
     Cancellation,
@@ -181,7 +181,9 @@ class Service:
 
     async def status(self, request_id: str) -> RequestStatus:
         await self._arrival_over(request_id)
-        return RequestStatus(await self._find(request_id), self.wait_reason(request_id))
+        stored = await self._find(request_id)
+        # A request that waits by the loop's word may still run by the ledger's; one answer must not say both.
+        return RequestStatus(stored, self.wait_reason(request_id) if stored.state in QUEUED else "")
 
     async def output(self, request_id: str) -> StoredOutput:
         await self._find(request_id)
