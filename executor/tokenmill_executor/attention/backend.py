@@ -69,3 +69,9 @@ class AttentionBackend(Protocol):
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """[T, num_heads, head_dim] → the same shape. A token sees its sequence up to itself, or the layer's window of that."""
+
+    def erase(self, rows: torch.Tensor) -> None:
+        """Zeroes the K and V that this step stored for these rows of the flat batch, [n] int64: they are not numbers.
+
+        Else they would poison whoever gets their block next, since a masked key's weight of zero times NaN is NaN.
+        """

@@ -63,7 +63,7 @@ class ReferenceAttention:
         self._block_size = block_size
         self._keys, self._values = [], []  # an earlier cache is freed before a new one is made
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        # Zeros, not garbage: masked keys still meet the softmax's zero weight, and zero times NaN is NaN.
+        # Zeros, not garbage, for the reason given at `AttentionBackend.erase`.
         self._keys = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.num_layers)]
         self._values = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.num_layers)]
 
@@ -77,6 +77,11 @@ class ReferenceAttention:
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._keys[layer].flatten(0, 1).index_copy_(0, self._slots, key)
         self._values[layer].flatten(0, 1).index_copy_(0, self._slots, value)
+
+    def erase(self, rows: torch.Tensor) -> None:
+        slots = self._slots[rows]
+        for cache in (*self._keys, *self._values):
+            cache.flatten(0, 1).index_fill_(0, slots, 0.0)
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         if len(self._groups) == 1 and self._groups[0].tables.shape[0] == 1:
@@ -114,8 +119,10 @@ class ReferenceAttention:
         queries = int(batch.query_starts[sequences[0] + 1] - batch.query_starts[sequences[0]])
         steps = np.arange(queries)
         rows = batch.query_starts[sequences].astype(np.int64)[:, None] + steps
-        num_blocks = -(-int(contexts.max()) // self._block_size)
-        tables = batch.block_tables[sequences, :num_blocks].astype(np.int64)
+        num_blocks = -(-contexts // self._block_size)
+        tables = batch.block_tables[sequences, : num_blocks.max()].astype(np.int64)
+        # A shorter table is filled up with a block of its own, so that what happens to other sequences cannot reach it.
+        tables = np.where(np.arange(tables.shape[1]) < num_blocks[:, None], tables, tables[:, :1])
         return _Group(
             rows=torch.from_numpy(rows.reshape(-1)).to(device),
             tables=torch.from_numpy(tables).to(device),

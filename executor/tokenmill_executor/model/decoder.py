@@ -67,7 +67,10 @@ class Decoder:
         self._attention.allocate(num_blocks, block_size)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32, on the device."""
+        """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32, on the device.
+
+        Logits of a sequence whose numbers overflowed are NaN. Raises ArithmeticError if such a sequence does not sample.
+        """
         self._attention.prepare(AttentionBatch.of(batch, self._device))
         positions = self._to_device(batch.positions)
         cos = self._cos.index_select(0, positions)[:, None]
@@ -76,9 +79,21 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             hidden = hidden + self._attend(index, layer, self._normalize(hidden, layer.input_norm), cos, sin)
             hidden = hidden + _mlp(layer, self._normalize(hidden, layer.mlp_norm))
-        last_tokens = batch.query_starts[batch.sample_rows + 1] - 1
-        hidden = hidden.index_select(0, self._to_device(last_tokens))
-        return self._head(self._normalize(hidden, self._norm)).float()
+        last_tokens = self._to_device(batch.query_starts[batch.sample_rows + 1] - 1)
+        logits = self._head(self._normalize(hidden.index_select(0, last_tokens), self._norm)).float()
+        finite = hidden.isfinite().all(dim=1)
+        return logits if bool(finite.all()) else self._contain(batch, ~finite, logits)
+
+    def _contain(self, batch: Batch, poisoned: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Some tokens of the batch, [T] bool, are not numbers: keeps that from the cache and reports their sequences."""
+        rows = poisoned.nonzero().squeeze(1)
+        self._attention.erase(rows)
+        sequences = np.unique(np.searchsorted(batch.query_starts, rows.cpu().numpy(), side="right") - 1)
+        silent = np.setdiff1d(sequences, batch.sample_rows)
+        if len(silent):
+            raise ArithmeticError(f"the hidden states of {len(silent)} sequences in mid-prompt are not numbers")
+        logits[torch.from_numpy(np.isin(batch.sample_rows, sequences)).to(logits.device)] = torch.nan
+        return logits
 
     def _attend(self, index: int, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         config = self.config

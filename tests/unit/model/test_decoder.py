@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.weights import load_checkpoint
 
 from tests.fakes.batches import Blocks, Track
 from tests.fakes.models import greedy_tokens, random_model
-from tokenmill_executor.model.decoder import Decoder
-from tokenmill_executor.model.weights import load_checkpoint
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 256

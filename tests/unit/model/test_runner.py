@@ -1,0 +1,173 @@
+"""The runner over small random models: what the engine relies on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from tokenmill_executor.model import load_runner
+from tokenmill_executor.model.config import ModelError
+from tokenmill_executor.model.memory import largest_batch
+from tokenmill_executor.model.runner import TorchRunner
+from tokenmill_executor.runner import Runner, SamplingParams, StepOutput
+
+from tests.fakes.batches import Blocks, Track
+from tests.fakes.models import greedy_tokens, random_model
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 128
+POISON = 77
+
+
+class Bench:
+    """A runner on a saved random model, with blocks to run sequences in. The embedding of token POISON may be no number."""
+
+    def __init__(self, folder: Path, family: str = "llama", poisoned: bool = False) -> None:
+        self.oracle = random_model(family)
+        if poisoned:
+            with torch.no_grad():
+                self.oracle.get_input_embeddings().weight[POISON] = torch.nan
+        self.oracle.save_pretrained(folder)
+        Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+        self.runner: TorchRunner = load_runner(folder, device="cpu", threads=1)
+        self.runner.allocate(NUM_BLOCKS, BLOCK_SIZE)
+        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+
+    def step(self, *advances: tuple[Track, int]) -> StepOutput:
+        """Appends what was sampled."""
+        sampling = [track for track, count in advances if track.computed + count == len(track.tokens)]
+        output = self.runner.step(self.blocks.batch(advances))
+        for track, token in zip(sampling, output.token_ids, strict=True):
+            track.tokens.append(token)
+        return output
+
+    def generate(self, tracks: list[Track], count: int) -> list[list[int]]:
+        lengths = [len(track.tokens) for track in tracks]
+        self.step(*((track, length) for track, length in zip(tracks, lengths, strict=True)))
+        for _ in range(count - 1):
+            self.step(*((track, 1) for track in tracks))
+        return [track.tokens[length:] for track, length in zip(tracks, lengths, strict=True)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+@pytest.fixture
+def poisoned_bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, poisoned=True)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    tokens = np.random.default_rng(seed).integers(3, 211, length)
+    return [3 if token == POISON else int(token) for token in tokens]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_c67_a_greedy_request_alone_and_among_15_others(tmp_path: Path, family: str) -> None:
+    bench = Bench(tmp_path, family)
+    expected = greedy_tokens(bench.oracle, prompt(19, 0), 24)
+    alone = bench.generate([bench.blocks.track(prompt(19, 0))], 24)[0]
+    others = [bench.blocks.track(prompt(3 + 4 * seed, seed)) for seed in range(1, 16)]
+    among = bench.generate([*others[:7], bench.blocks.track(prompt(19, 0)), *others[7:]], 24)[7]
+    assert alone == expected
+    assert among == expected
+
+
+def test_c28_a_seeded_request_in_chunks_and_after_a_preemption(bench: Bench) -> None:
+    params = SamplingParams(max_tokens=99, seed=11, temperature=1.2, top_p=0.95, presence_penalty=0.6, repetition_penalty=1.1)
+    expected = bench.generate([bench.blocks.track(prompt(30, 1), params)], 20)[0]
+    chunked = bench.blocks.track(prompt(30, 1), params)
+    other = bench.blocks.track(prompt(9, 2))
+    bench.step((chunked, 13), (other, 9))
+    bench.step((other, 1), (chunked, 10))
+    bench.step((chunked, 7))
+    for _ in range(8):
+        bench.step((chunked, 1))
+    bench.blocks.free(chunked)
+    resumed = bench.blocks.track(chunked.tokens, params, sequence_id=2, prompt=30)
+    bench.step((resumed, 25))
+    bench.step((resumed, 14))
+    for _ in range(10):
+        bench.step((resumed, 1))
+    assert resumed.tokens[30:] == expected
+
+
+def test_a_poisoned_sequence_fails_alone_and_its_blocks_can_be_used_again(poisoned_bench: Bench) -> None:
+    bench = poisoned_bench
+    healthy = bench.blocks.track(prompt(11, 3))
+    expected = greedy_tokens(bench.oracle, prompt(11, 3), 4)
+    poisoned = bench.blocks.track([4, POISON, *prompt(20, 4)])
+    bench.step((healthy, 11))
+    output = bench.step((poisoned, 22), (healthy, 1))
+    assert list(output.errors) == [0]
+    bench.blocks.free(poisoned)
+    # Blocks come from the end of the free list: these are the poisoned ones, and hold fewer tokens than before.
+    heir = bench.blocks.track(prompt(17, 5))
+    bench.step((heir, 17), (healthy, 1))
+    bench.step((heir, 1), (healthy, 1))
+    assert healthy.tokens[11:] == expected
+    assert heir.tokens[17:] == greedy_tokens(bench.oracle, prompt(17, 5), 2)
+
+
+def test_a_sequence_poisoned_in_mid_prompt_raises_and_leaves_earlier_steps_alone(poisoned_bench: Bench) -> None:
+    """The engine then runs parts of the batch again to find it."""
+    bench = poisoned_bench
+    healthy = bench.blocks.track(prompt(11, 3))
+    bench.step((healthy, 11))
+    poisoned = bench.blocks.track([4, POISON, *prompt(20, 4)])
+    batch = bench.blocks.batch([(poisoned, 15), (healthy, 1)])
+    with pytest.raises(ArithmeticError, match="1 sequences in mid-prompt"):
+        bench.runner.step(batch)
+    healthy.computed -= 1
+    bench.step((healthy, 1))
+    assert healthy.tokens[11:] == greedy_tokens(bench.oracle, prompt(11, 3), 2)
+
+
+def test_a_step_in_which_nothing_samples(bench: Bench) -> None:
+    output = bench.step((bench.blocks.track(prompt(9, 1)), 4))
+    assert (output.token_ids, output.errors) == ([], {})
+    assert output.forward_s > 0
+
+
+def test_the_description_and_sizes(bench: Bench) -> None:
+    runner: Runner = bench.runner
+    description = runner.description
+    assert (description.vocab_size, description.max_model_len, description.eos_token_ids) == (211, 256, (2,))
+    assert (description.device, description.dtype) == ("cpu", "float32")
+    assert runner.block_bytes(16) == 2 * 3 * 2 * 64 * 4 * 16
+    assert 0 < runner.available_bytes() <= 4 << 30
+    assert list(runner.tokenizer_files()) == ["tokenizer.json"]
+
+
+def test_settings_reach_the_runner(bench: Bench, tmp_path: Path) -> None:
+    runner = load_runner(tmp_path, device="cpu", dtype="bfloat16", max_model_len=100, kv_cache_memory_bytes=12345)
+    assert (runner.description.dtype, runner.description.max_model_len, runner.available_bytes()) == ("bfloat16", 100, 12345)
+    assert runner.block_bytes(16) == 2 * 3 * 2 * 64 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_model_len": 257}, "made for at most 256 tokens"),
+        ({"dtype": "float16"}, "choose auto, float32 or bfloat16"),
+        ({"device": "tpu"}, "choose auto, cpu or cuda"),
+    ],
+)
+def test_an_operators_mistake_is_one_sentence(bench: Bench, tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        load_runner(tmp_path, **{"device": "cpu", **settings})
+
+
+@pytest.mark.parametrize(("tokens", "sequences", "length"), [(64, 4, 16), (100, 200, 1), (4096, 2, 256)])
+def test_the_trial_step_is_as_large_as_allowed_and_runs(bench: Bench, tokens: int, sequences: int, length: int) -> None:
+    batch = largest_batch(tokens, sequences, 256)
+    assert np.diff(batch.query_starts).tolist() == [length] * min(sequences, tokens)
+    assert len(np.unique(batch.slots)) == len(batch.slots)
+    bench.runner.allocate(int(batch.block_tables.max()) + 1, 16)
+    assert len(bench.runner.step(batch).token_ids) == min(sequences, tokens)
