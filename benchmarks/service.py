@@ -1,0 +1,218 @@
+"""What the service around the executor costs: output tokens a second through gRPC, against the same engine driven bare by a loop.
+
+    python -m benchmarks.service [--model simulated] [--slots 8 --slots 64] [--repeat 3] [executor flags ...]
+
+The bare loop and the service serve the same burst (prompts of 10 to 100 tokens, 20 to 200 output tokens, drawn with seed 42, 2.5
+requests a slot) with the same batch policy: every running sequence advances by a token, and waiting prompts take the slots and
+the token budget that are left. In the service, executor, scheduler and client are three processes, the ledger is SQLite, durable
+against a power cut. The executor's idle share is what it reports itself: waiting for a plan while work waited. Both runs must
+produce the same tokens. Bare and service take turns; the table has medians. Writes it to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tokenmill.admin.v1 import admin_pb2
+from tokenmill.inference.v1 import inference_pb2 as pb
+from tokenmill.inference.v1.types_pb2 import SamplingParams
+from tokenmill_executor.engine import Engine
+from tokenmill_executor.loading import Loader
+from tokenmill_executor.logs import configure_logs
+from tokenmill_executor.records import Admission, Plan, Result, SequenceFinish
+from tokenmill_executor.runner import SamplingParams as RunnerSampling
+from tokenmill_executor.settings import parse_settings
+
+from tests.fakes.calls import Caller, Stream
+from tests.fakes.processes import Processes, wait_serving
+
+RESULTS = Path(__file__).parent / "results"
+TOKEN_BUDGET = 512
+REQUESTS_PER_SLOT = 2.5
+# The cost model of a small model on a CPU.
+SIMULATED = ["--simulated-step-ms", "20", "--simulated-prefill-token-us", "100", "--simulated-decode-token-us", "50"]
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """`idle_share` and `margin`: of the wall time; None where there is nothing to wait for."""
+
+    tokens_per_s: float
+    outputs: list[list[int]]
+    idle_share: float = 0.0
+    steps: int = 0
+
+
+def workload(slots: int) -> list[Job]:
+    rng = random.Random(42)
+    return [
+        Job([rng.randrange(40, 127) for _ in range(rng.randrange(10, 101))], rng.randrange(20, 201), seed)
+        for seed in range(int(slots * REQUESTS_PER_SLOT))
+    ]
+
+
+# ---- bare ----------------------------------------------------------------------------------------------------------------------
+
+
+class BareLoop:
+    """The shortest driver that batches as the scheduler does, where blocks are plenty: one step after the other."""
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job], slots: int) -> None:
+        self._engine = engine
+        self._slots = slots
+        self._waiting = deque(enumerate(jobs))
+        self._left: dict[int, int] = {}
+        self._outputs: list[list[int]] = [[] for _ in jobs]
+        self._plans = 0
+
+    def run(self) -> list[list[int]]:
+        while self._waiting or self._left:
+            self._take(self._engine.carry_out(self._plan()))
+        return self._outputs
+
+    def _plan(self) -> Plan:
+        admissions: list[Admission] = []
+        # Those that decode come first; what is left of the budget goes to prompts, in order.
+        budget = TOKEN_BUDGET - sum(left == 0 for left in self._left.values())
+        while self._waiting and len(self._left) < self._slots and budget > sum(self._left.values()):
+            number, job = self._waiting.popleft()
+            sampling = RunnerSampling(max_tokens=job.max_tokens, seed=job.seed, temperature=0.0, ignore_eos=True)
+            admissions.append(Admission(number, job.prompt, len(job.prompt), sampling))
+            self._left[number] = len(job.prompt)
+        most = []
+        for number, left in self._left.items():
+            chunk = min(left, budget) if left else 1
+            budget -= chunk if left else 0
+            self._left[number] = left - chunk if left else 0
+            most.append(chunk)
+        self._plans += 1
+        return Plan(1, self._plans, (), admissions, tuple(self._left), tuple(most))
+
+    def _take(self, result: Result) -> None:
+        at = 0
+        for number, sampled, finish in zip(result.sequence_ids, result.num_sampled, result.finishes, strict=True):
+            self._outputs[number] += result.token_ids[at : at + sampled]
+            at += sampled
+            if finish != SequenceFinish.NONE:
+                del self._left[number]
+
+
+def run_bare(engine: Engine, jobs: Sequence[Job], slots: int) -> Run:
+    start_s = time.perf_counter()
+    outputs = BareLoop(engine, jobs, slots).run()
+    return Run(sum(map(len, outputs)) / (time.perf_counter() - start_s), outputs)
+
+
+# ---- service -------------------------------------------------------------------------------------------------------------------
+
+
+async def run_service(address: str, jobs: Sequence[Job]) -> Run:
+    async with Caller(address) as caller:
+        before = await _executor(caller)
+        start_s = time.perf_counter()
+        streams = await asyncio.gather(*[_generate(caller, job) for job in jobs])
+        wall_s = time.perf_counter() - start_s
+        after = await _executor(caller)
+    outputs = [stream.tokens for stream in streams]
+    idle_s = _idle_s(after) - _idle_s(before)
+    return Run(sum(map(len, outputs)) / wall_s, outputs, idle_s / wall_s, after.steps - before.steps)
+
+
+async def _generate(caller: Caller, job: Job) -> Stream:
+    sampling = SamplingParams(max_tokens=job.max_tokens, seed=job.seed, temperature=0.0, ignore_eos=True)
+    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=job.prompt))
+    return await Stream().read(caller.generate(pb.RequestSpec(prompt=prompt, sampling=sampling)))
+
+
+async def _executor(caller: Caller) -> admin_pb2.Executor:
+    return (await caller.admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors[0]
+
+
+def _idle_s(executor: admin_pb2.Executor) -> float:
+    return executor.idle_share * (time.time() - executor.joined_at.ToNanoseconds() / 1e9)
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    slots: int
+    bare: list[Run]
+    service: list[Run]
+
+    def row(self) -> str:
+        bare, service = (statistics.median(run.tokens_per_s for run in runs) for runs in (self.bare, self.service))
+        ratio = statistics.median(s.tokens_per_s / b.tokens_per_s for s, b in zip(self.service, self.bare, strict=True))
+        idle = statistics.median(run.idle_share for run in self.service)
+        return f"| {self.slots} | {bare:,.0f} | {service:,.0f} | {ratio:.1%} | {idle:.2%} | {self.service[0].steps} |"
+
+
+def compare(slots: int, repeat: int, executor_flags: Sequence[str]) -> Compared:
+    jobs = workload(slots)
+    engine = Loader(parse_settings(executor_flags, {})).load()
+    bare, service = [], []
+    with Processes() as processes:
+        executor = processes.executor(*executor_flags)
+        flags = ("--max-num-seqs", str(slots), "--max-num-batched-tokens", str(TOKEN_BUDGET))
+        address = processes.scheduler(executor.address, flags=flags).address
+        asyncio.run(wait_serving(address))
+        for _ in range(repeat):
+            bare.append(run_bare(engine, jobs, slots))
+            service.append(asyncio.run(run_service(address, jobs)))
+            assert service[-1].outputs == bare[-1].outputs, "the service's tokens are not those of the bare loop"
+    return Compared(slots, bare, service)
+
+
+def table(model: str, compared: Sequence[Compared], repeat: int) -> str:
+    return "\n".join(
+        [
+            f"# Service against bare executor, {model}, {datetime.now(UTC):%Y-%m-%d}",
+            "",
+            f"`python -m benchmarks.service`, medians of {repeat}, {os.cpu_count()} cores ({platform.machine()}), "
+            f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end.",
+            "",
+            "| slots | bare tokens/s | service tokens/s | service / bare (bar ≥ 95 %) | executor idle (bar ≤ 2 %) | steps |",
+            "|---|---|---|---|---|---|",
+            *[one.row() for one in compared],
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="simulated", help="as the executor's --model")
+    parser.add_argument("--slots", type=int, action="append", help="sequences in a step; may be repeated (default: 8 and 64)")
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments, executor_flags = parser.parse_known_args()
+    configure_logs("console", "warning")
+    flags = ["--model", arguments.model, *(SIMULATED if arguments.model == "simulated" else []), *executor_flags]
+    compared = [compare(slots, arguments.repeat, flags) for slots in arguments.slots or (8, 64)]
+    name = Path(arguments.model).stem
+    report = table(name, compared, arguments.repeat)
+    print(report)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-service-{name}.md").write_text(report)
+
+
+if __name__ == "__main__":
+    main()
