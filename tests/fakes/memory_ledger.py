@@ -1,7 +1,7 @@
 """A `Ledger` in memory with the same contract as the one on a database, for tests and simulations.
 
-Set `unavailable` and every call raises LedgerUnavailable until it is cleared: the database is away. The data outlive a scheduler, as
-a database's do: give the same object to the next one. No code is shared with the SQL ledger, so that each checks the other.
+Set `unavailable` and every call raises LedgerUnavailable until it is cleared: the database is away. The data outlive a scheduler,
+as a database does: give the same object to the next one. No code is shared with the SQL ledger, so that each checks the other.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class MemoryLedger:
             found = [entry for entry in self._entries.values() if _matches(entry.stored, query)]
             found.sort(key=lambda entry: entry.arrival, reverse=not query.oldest_first)
             if query.page_token:
-                found = [entry for entry in found if _is_after(entry, query)]
+                last = _parse_page_token(query.page_token)
+                found = [entry for entry in found if (entry.arrival > last if query.oldest_first else entry.arrival < last)]
             shown = found[: query.limit]
             token = f"{shown[-1].arrival[0]!r} {shown[-1].number}" if len(found) > query.limit else ""
             return RequestPage(tuple(entry.stored for entry in shown), token)
@@ -214,7 +215,6 @@ def _matches(stored: StoredRequest, query: RequestQuery) -> bool:
     )
 
 
-def _is_after(entry: _Entry, query: RequestQuery) -> bool:
-    arrival_s, _, number = query.page_token.partition(" ")
-    last = float(arrival_s), int(number)
-    return entry.arrival > last if query.oldest_first else entry.arrival < last
+def _parse_page_token(page_token: str) -> tuple[float, int]:
+    arrival_s, number = page_token.split(" ")
+    return float(arrival_s), int(number)

@@ -1,60 +1,69 @@
 """One statement over many parameter rows, for either database.
 
-A statement is written once, over a table expression `v` of the parameters. PostgreSQL gets them as one array for each column and
-unnests the arrays: one round trip, measured 1.6 times as fast as psycopg's executemany. SQLite has no arrays; there `v` is one row
-and the statement runs once for each, inside the driver.
+A statement is written once, over the columns of `v`, the table of the parameters. PostgreSQL gets that table as one JSON text: one
+round trip, and the encoding is C at both ends, where psycopg writes arrays in Python. SQLite has no network to save: there a column
+of `v` is a placeholder, and the driver runs the statement once for each row.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, FromClause, bindparam, cast, column, func, select
-from sqlalchemy.dialects.postgresql import ARRAY
-from sqlalchemy.sql.base import Executable
+from sqlalchemy import JSON, ColumnElement, Connection, Text, bindparam, cast, column, func
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.types import TypeEngine
 
 from tokenmill_scheduler.ledger.port import LedgerConflict
 
-Columns = Mapping[str, TypeEngine[Any]]
-
-
-def _bind_name(name: str) -> str:
-    """Names that are columns of the target too are reserved in an UPDATE."""
-    return f"v_{name}"
-
-
-def _array_source(columns: Columns) -> FromClause:
-    arrays = [cast(bindparam(_bind_name(name)), ARRAY(type_)) for name, type_ in columns.items()]
-    return func.unnest(*arrays).table_valued(*(column(name, type_) for name, type_ in columns.items()), name="v").render_derived()
-
-
-def _row_source(columns: Columns) -> FromClause:
-    return select(*(bindparam(_bind_name(name), type_=type_).label(name) for name, type_ in columns.items())).subquery("v")
+Types = Mapping[str, TypeEngine[Any]]
+Columns = Mapping[str, ColumnElement[Any]]
+Build = Callable[[Columns], UpdateBase]
+Row = tuple[Any, ...]
 
 
 class Bulk:
-    """A statement over parameter rows with these columns; `build` makes it from `v`."""
+    """A statement over parameter rows with columns of these types; `build` makes it from `v`, and binds nothing else."""
 
-    def __init__(self, dialect: str, columns: Columns, build: Callable[[FromClause], Executable]) -> None:
-        self._names = tuple(_bind_name(name) for name in columns)
-        self._arrays = dialect == "postgresql"
-        source = _array_source(columns) if self._arrays else _row_source(columns)
-        self._statement = build(source).execution_options(preserve_rowcount=True)
+    def __init__(self, dialect: str, types: Types, build: Build) -> None:
+        self._execute = _by_row(types, build) if dialect == "sqlite" else _by_json(types, build)
 
-    def run(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> int:
+    def run(self, connection: Connection, rows: Sequence[Row]) -> int:
         """Returns the number of rows written; `rows` hold the columns in order."""
-        if not rows:
-            return 0
-        if self._arrays:
-            parameters: Any = dict(zip(self._names, map(list, zip(*rows, strict=True)), strict=True))
-        else:
-            parameters = [dict(zip(self._names, row, strict=True)) for row in rows]
-        return connection.execute(self._statement, parameters).rowcount
+        return self._execute(connection, rows) if rows else 0
 
-    def run_all(self, connection: Connection, rows: Sequence[tuple[Any, ...]], what: str) -> None:
+    def run_all(self, connection: Connection, rows: Sequence[Row], what: str) -> None:
         """Raises LedgerConflict unless each parameter row wrote one row: else a guard of the statement did not hold."""
         written = self.run(connection, rows)
         if written != len(rows):
             raise LedgerConflict(f"{what}: the guard held for {written} of {len(rows)} requests")
+
+
+def _by_row(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:
+    """Hands the compiled text to the driver: SQLAlchemy's own way spends longer on the parameters than SQLite on the rows."""
+    # Other names than the columns', which are reserved in an UPDATE.
+    binds = {name: bindparam(f"v_{name}", type_=type_) for name, type_ in types.items()}
+    compiled = build(binds).compile(dialect=sqlite.dialect())
+    statement = str(compiled)
+    positions = [list(types).index(bind.removeprefix("v_")) for bind in compiled.positiontup or ()]
+    # A row with one value in the order of the placeholders stays a tuple.
+    arrange: Callable[[Row], Row] = itemgetter(*positions) if len(positions) > 1 else tuple
+    return lambda connection, rows: connection.exec_driver_sql(statement, list(map(arrange, rows))).rowcount
+
+
+def _by_json(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:
+    function = func.json_to_recordset(cast(bindparam("rows", type_=Text), JSON))
+    source = function.table_valued(*(column(name, type_) for name, type_ in types.items()), name="v")
+    v = source.render_derived(with_types=True)
+    statement = build(dict(v.c.items())).execution_options(preserve_rowcount=True)
+    names = tuple(types)
+    # Bytes as PostgreSQL reads them in text.
+    encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=lambda value: f"\\x{value.hex()}").encode
+
+    def execute(connection: Connection, rows: Sequence[Row]) -> int:
+        return connection.execute(statement, {"rows": encode([dict(zip(names, row, strict=True)) for row in rows])}).rowcount
+
+    return execute

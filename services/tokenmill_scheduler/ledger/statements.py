@@ -1,4 +1,4 @@
-"""The statements that write, each over a table expression `v` of parameter rows (bulk.py), each with its guard in the WHERE.
+"""The statements that write, each over `v`, the table of its parameters (bulk.py), each with its guard in the WHERE.
 
 A statement whose guard fails for a row writes nothing for it, which the caller sees in the row count.
 """
@@ -9,7 +9,6 @@ from sqlalchemy import (
     ColumnElement,
     Delete,
     Double,
-    FromClause,
     Insert,
     Integer,
     LargeBinary,
@@ -19,37 +18,39 @@ from sqlalchemy import (
     delete,
     func,
     insert,
-    literal,
+    literal_column,
     select,
     update,
 )
 
-from tokenmill_scheduler.ledger.bulk import Bulk, Columns
+from tokenmill_scheduler.ledger.bulk import Bulk, Columns, Types
 from tokenmill_scheduler.ledger.tables import requests, tails, tokens, transitions
 
 # Columns of a request that its row does not start with.
 _SET_LATER = frozenset({"number", "first_token_s", "finished_s", "finish_reason"})
-_EMPTY = literal(b"", LargeBinary)
+# In the text of the statement: only `v` has parameters.
+_ZERO = literal_column("0", Integer)
+_EMPTY = cast(literal_column("''"), LargeBinary)
 _UNFINISHED = requests.c.finished_s.is_(None)
 
-_REQUEST: Columns = {name: column.type for name, column in requests.c.items() if name not in _SET_LATER}
-_TRANSITION: Columns = {name: column.type for name, column in transitions.c.items() if name != "number"}
-_FIRST_CHUNK: Columns = {
+_REQUEST: Types = {name: column.type for name, column in requests.c.items() if name not in _SET_LATER}
+_TRANSITION: Types = {name: column.type for name, column in transitions.c.items() if name != "number"}
+_FIRST_CHUNK: Types = {
     "request_id": Text(),
     "count": Integer(),
     "token_ids": LargeBinary(),
     "logprobs": LargeBinary(),
     "first_token_s": Double(),
 }
-_NEXT_CHUNK: Columns = {
+_NEXT_CHUNK: Types = {
     "request_id": Text(),
     "first_index": Integer(),
     "count": Integer(),
     "token_ids": LargeBinary(),
     "logprobs": LargeBinary(),
 }
-_UPDATE: Columns = {"request_id": Text(), "priority": Integer(), "deadline_s": Double()}
-_CHANGE: Columns = {
+_UPDATE: Types = {"request_id": Text(), "priority": Integer(), "deadline_s": Double()}
+_CHANGE: Types = {
     "request_id": Text(),
     "before_state": Text(),
     "after_state": Text(),
@@ -60,7 +61,7 @@ _CHANGE: Columns = {
     "error": Text(),
     "error_code": Integer(),
 }
-_IDS: Columns = {"request_id": Text()}
+_IDS: Types = {"request_id": Text()}
 
 
 class Statements:
@@ -79,33 +80,33 @@ class Statements:
         self.change_states = Bulk(dialect, _CHANGE, _change_states)
 
 
-def _insert_requests(v: FromClause) -> Insert:
-    return insert(requests).from_select(list(_REQUEST), select(*(v.c[name] for name in _REQUEST)))
+def _insert_requests(v: Columns) -> Insert:
+    return insert(requests).from_select(list(_REQUEST), select(*(v[name] for name in _REQUEST)))
 
 
-def _insert_transitions(v: FromClause) -> Insert:
-    return insert(transitions).from_select(list(_TRANSITION), select(*(v.c[name] for name in _TRANSITION)))
+def _insert_transitions(v: Columns) -> Insert:
+    return insert(transitions).from_select(list(_TRANSITION), select(*(v[name] for name in _TRANSITION)))
 
 
-def _start_tails(v: FromClause) -> Insert:
+def _start_tails(v: Columns) -> Insert:
     """The first tokens of a request: there must be such a request, not ended, and (the primary key says) no tail."""
-    source = select(v.c.request_id, literal(0), v.c["count"], v.c.token_ids, v.c.logprobs, v.c.first_token_s)
-    guarded = source.join_from(v, requests, requests.c.request_id == v.c.request_id).where(_UNFINISHED)
+    source = select(v["request_id"], _ZERO, v["count"], v["token_ids"], v["logprobs"], v["first_token_s"])
+    guarded = source.select_from(requests).where(requests.c.request_id == v["request_id"], _UNFINISHED)
     return insert(tails).from_select(["request_id", "first_index", "count", "token_ids", "logprobs", "first_token_s"], guarded)
 
 
-def _grow_tails(v: FromClause) -> Update:
+def _grow_tails(v: Columns) -> Update:
     """Further tokens: they must start at the index after the last one stored."""
     return (
         update(tails)
         .values(
             {
-                "count": tails.c["count"] + v.c["count"],
-                "token_ids": _joined(tails.c.token_ids, v.c.token_ids),
-                "logprobs": _joined(tails.c.logprobs, v.c.logprobs),
+                "count": tails.c["count"] + v["count"],
+                "token_ids": _joined(tails.c.token_ids, v["token_ids"]),
+                "logprobs": _joined(tails.c.logprobs, v["logprobs"]),
             }
         )
-        .where(tails.c.request_id == v.c.request_id, tails.c.first_index + tails.c["count"] == v.c.first_index)
+        .where(tails.c.request_id == v["request_id"], tails.c.first_index + tails.c["count"] == v["first_index"])
     )
 
 
@@ -114,57 +115,57 @@ def _joined(left: ColumnElement[bytes], right: ColumnElement[bytes]) -> ColumnEl
     return cast(left.op("||")(right), LargeBinary)
 
 
-def _copy_tails(v: FromClause) -> Insert:
+def _copy_tails(v: Columns) -> Insert:
     logprobs = func.nullif(tails.c.logprobs, _EMPTY)
     source = select(tails.c.request_id, tails.c.first_index, tails.c["count"], tails.c.token_ids, logprobs)
-    named = source.join_from(v, tails, tails.c.request_id == v.c.request_id).where(tails.c["count"] > 0)
+    named = source.where(tails.c.request_id == v["request_id"], tails.c["count"] > _ZERO)
     return insert(tokens).from_select(["request_id", "first_index", "count", "token_ids", "logprobs"], named)
 
 
-def _empty_tails(v: FromClause) -> Update:
+def _empty_tails(v: Columns) -> Update:
     return (
         update(tails)
-        .values({"first_index": tails.c.first_index + tails.c["count"], "count": 0, "token_ids": _EMPTY, "logprobs": _EMPTY})
-        .where(tails.c.request_id == v.c.request_id)
+        .values({"first_index": tails.c.first_index + tails.c["count"], "count": _ZERO, "token_ids": _EMPTY, "logprobs": _EMPTY})
+        .where(tails.c.request_id == v["request_id"])
     )
 
 
-def _sum_up_tails(v: FromClause) -> Update:
+def _sum_up_tails(v: Columns) -> Update:
     """What an ended request keeps of its tail."""
     return (
         update(requests)
         .values(num_output_tokens=tails.c.first_index + tails.c["count"], first_token_s=tails.c.first_token_s)
-        .where(requests.c.request_id == v.c.request_id, tails.c.request_id == v.c.request_id)
+        .where(requests.c.request_id == v["request_id"], tails.c.request_id == v["request_id"])
     )
 
 
-def _delete_tails(v: FromClause) -> Delete:
-    return delete(tails).where(tails.c.request_id.in_(select(v.c.request_id)))
+def _delete_tails(v: Columns) -> Delete:
+    return delete(tails).where(tails.c.request_id.in_(select(v["request_id"])))
 
 
-def _update_requests(v: FromClause) -> Update:
+def _update_requests(v: Columns) -> Update:
     return (
         update(requests)
         .values(
-            priority=func.coalesce(v.c.priority, requests.c.priority),
-            deadline_s=func.coalesce(v.c.deadline_s, requests.c.deadline_s),
+            priority=func.coalesce(v["priority"], requests.c.priority),
+            deadline_s=func.coalesce(v["deadline_s"], requests.c.deadline_s),
         )
-        .where(requests.c.request_id == v.c.request_id, _UNFINISHED)
+        .where(requests.c.request_id == v["request_id"], _UNFINISHED)
     )
 
 
-def _change_states(v: FromClause) -> Update:
+def _change_states(v: Columns) -> Update:
     """All moves of a request in one: it must be in the state that the first of them leaves."""
     return (
         update(requests)
         .values(
-            state=v.c.after_state,
-            executor=func.coalesce(v.c.executor, requests.c.executor),
-            preemptions=requests.c.preemptions + v.c.preemptions,
-            finished_s=v.c.finished_s,
-            finish_reason=v.c.finish_reason,
-            error=v.c.error,
-            error_code=v.c.error_code,
+            state=v["after_state"],
+            executor=func.coalesce(v["executor"], requests.c.executor),
+            preemptions=requests.c.preemptions + v["preemptions"],
+            finished_s=v["finished_s"],
+            finish_reason=v["finish_reason"],
+            error=v["error"],
+            error_code=v["error_code"],
         )
-        .where(requests.c.request_id == v.c.request_id, requests.c.state == v.c.before_state)
+        .where(requests.c.request_id == v["request_id"], requests.c.state == v["before_state"])
     )

@@ -1,0 +1,216 @@
+"""What the ledger does on this machine, on SQLite and on a PostgreSQL server started for the run.
+
+    python -m benchmarks.ledger [--seconds 5] [--database URL ...]
+
+For each database: tokens stored a second when 256 streams get a token each, commit after commit; the latency that commit-then-tell adds
+to a token (handed over → told, through LedgerWriter) at a steady 50,000 tokens a second; durable submits a second from concurrent
+submitters through LedgerWriter. With the raw fsync of the same disk at the same time, which no durable commit can beat. Writes a dated
+table to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tokenmill_scheduler.core.records import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.request import Request, Sampling, State
+from tokenmill_scheduler.ledger.port import Outcome, Submission
+from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
+from tokenmill_scheduler.ledger.writer import LedgerWriter
+
+from tests.fakes.postgres import postgres_server
+
+STREAMS = 256
+PACED_TOKENS_PER_S = 50_000
+SUBMITTERS = 128
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Latencies:
+    """Seconds."""
+
+    values: list[float] = field(default_factory=list)
+
+    def milliseconds(self, percent: int) -> str:
+        return f"{statistics.quantiles(self.values, n=100)[percent - 1] * 1e3:.2f}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    database: str
+    stored_tokens_per_s: float
+    commit: Latencies
+    paced_tokens_per_s: float
+    added: Latencies
+    submits_per_s: float
+    submit: Latencies
+    fsync: Latencies
+
+
+class Streams:
+    """256 decoding requests in a ledger, and the record of each next step."""
+
+    def __init__(self, ledger: SqlLedger, prefix: str) -> None:
+        self._ids = tuple(f"{prefix}-{number:026d}" for number in range(STREAMS))
+        self._steps = 0
+        now_s = time.time()
+        ledger.write([_submission(request_id, now_s) for request_id in self._ids])
+        ledger.write([Transitioned(request_id, State.WAITING, State.PREFILL, now_s, executor="x") for request_id in self._ids])
+        ledger.write([Transitioned(request_id, State.PREFILL, State.DECODE, now_s, executor="x") for request_id in self._ids])
+
+    def step(self) -> TokensGenerated:
+        index, self._steps = self._steps, self._steps + 1
+        return TokensGenerated(self._ids, (index,) * STREAMS, (1,) * STREAMS, tuple(range(index, index + STREAMS)), time.time())
+
+
+def _submission(request_id: str, now_s: float) -> Submission:
+    request = Request(request_id, "model", tuple(range(200)), Sampling(max_tokens=100_000, seed=1), arrival_s=now_s)
+    return Submission(request, b"digest of the payload, 32 bytes.")
+
+
+def store_tokens(ledger: SqlLedger, seconds: float) -> tuple[float, Latencies]:
+    """One commit after the other, one step each: no merging of steps helps."""
+    streams = Streams(ledger, "stored")
+    latencies = Latencies()
+    start_s = now_s = time.perf_counter()
+    while now_s < start_s + seconds:
+        ledger.write([streams.step()])
+        before_s, now_s = now_s, time.perf_counter()
+        latencies.values.append(now_s - before_s)
+    return len(latencies.values) * STREAMS / (now_s - start_s), latencies
+
+
+async def pace_tokens(ledger: SqlLedger, seconds: float) -> tuple[float, Latencies]:
+    """Steps at even intervals, as an executor would send results."""
+    streams = Streams(ledger, "paced")
+    latencies = Latencies()
+    interval_s = STREAMS / PACED_TOKENS_PER_S
+    writer = LedgerWriter(ledger, _fail)
+    writer.start()
+    start_s = time.perf_counter()
+    steps = int(seconds / interval_s)
+    for number in range(steps):
+        await asyncio.sleep(max(0.0, start_s + number * interval_s - time.perf_counter()))
+        writer.append([streams.step()], _note(latencies, time.perf_counter()))
+    await writer.close(timeout_s=60)
+    return steps * STREAMS / (time.perf_counter() - start_s), latencies
+
+
+def _note(latencies: Latencies, since_s: float) -> Callable[[list[Outcome]], None]:
+    return lambda _outcomes: latencies.values.append(time.perf_counter() - since_s)
+
+
+async def submit(ledger: SqlLedger, seconds: float) -> tuple[float, Latencies]:
+    latencies = Latencies()
+    writer = LedgerWriter(ledger, _fail)
+    writer.start()
+    start_s = time.perf_counter()
+
+    async def submitter(number: int) -> None:
+        count = 0
+        while (since_s := time.perf_counter()) < start_s + seconds:
+            outcome = await writer.submit(_submission(f"submitted-{number}-{count}", time.time()))
+            assert outcome is Outcome.WRITTEN
+            latencies.values.append(time.perf_counter() - since_s)
+            count += 1
+
+    await asyncio.gather(*map(submitter, range(SUBMITTERS)))
+    rate = len(latencies.values) / (time.perf_counter() - start_s)
+    await writer.close(timeout_s=60)
+    return rate, latencies
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+def raw_fsync(folder: Path, times: int = 200) -> list[float]:
+    """Appends of 8 KiB, each made durable."""
+    seconds = []
+    with (folder / "fsync").open("wb", buffering=0) as file:
+        for _ in range(times):
+            start_s = time.perf_counter()
+            file.write(bytes(8192))
+            os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - start_s)
+    return seconds
+
+
+def measure(url: str, name: str, folder: Path, seconds: float) -> Measured:
+    ledger = open_ledger(url)
+    fsync = Latencies(raw_fsync(folder))
+    stored_tokens_per_s, commit = store_tokens(ledger, seconds)
+    fsync.values += raw_fsync(folder)
+    paced_tokens_per_s, added = asyncio.run(pace_tokens(ledger, seconds))
+    fsync.values += raw_fsync(folder)
+    submits_per_s, submitted = asyncio.run(submit(ledger, seconds))
+    fsync.values += raw_fsync(folder)
+    ledger.close()
+    return Measured(name, stored_tokens_per_s, commit, paced_tokens_per_s, added, submits_per_s, submitted, fsync)
+
+
+@contextlib.contextmanager
+def databases(urls: list[str], folder: Path) -> Iterator[list[tuple[str, str]]]:
+    """URLs and names of those asked for, or else of a new one of each kind."""
+    if urls:
+        yield [(url, url.partition(":")[0]) for url in urls]
+        return
+    with postgres_server(fsync=True) as server:
+        yield [(f"sqlite:///{folder}/ledger.db", "SQLite"), (server.url(server.create_database()), "PostgreSQL")]
+
+
+def table(results: list[Measured], seconds: float) -> str:
+    def row(title: str, bar: str, cell: Callable[[Measured], str]) -> str:
+        return f"| {title} | {bar} | " + " | ".join(map(cell, results)) + " |"
+
+    def both(pick: Callable[[Measured], Latencies]) -> Callable[[Measured], str]:
+        return lambda measured: f"{pick(measured).milliseconds(50)} / {pick(measured).milliseconds(99)}"
+
+    return "\n".join(
+        [
+            f"# Ledger, {datetime.now(UTC):%Y-%m-%d}",
+            "",
+            f"`python -m benchmarks.ledger`, {seconds:g} s a figure, {os.cpu_count()} cores ({platform.machine()}), "
+            f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Durable against a power cut.",
+            "",
+            "| | bar | " + " | ".join(measured.database for measured in results) + " |",
+            "|---|---|" + "---|" * len(results),
+            row(f"tokens stored/s, {STREAMS} streams, a commit each step", "≥ 50,000", lambda m: f"{m.stored_tokens_per_s:,.0f}"),
+            row("its commit, p50 / p99 ms", "", both(lambda m: m.commit)),
+            row(f"added latency at {PACED_TOKENS_PER_S:,} tokens/s, p50 / p99 ms", "p99 ≤ 5", both(lambda m: m.added)),
+            row("tokens/s reached there", "", lambda m: f"{m.paced_tokens_per_s:,.0f}"),
+            row(f"durable submits/s, {SUBMITTERS} submitters, prompt of 200", "≥ 2,000", lambda m: f"{m.submits_per_s:,.0f}"),
+            row("a submit, p50 / p99 ms", "", both(lambda m: m.submit)),
+            row("raw fsync of 8 KiB, p50 / p99 ms", "", both(lambda m: m.fsync)),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--database", action="append", default=[], help="a database to fill instead of new ones; may be repeated")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, databases(arguments.database, Path(folder)) as chosen:
+        results = [measure(url, name, Path(folder), arguments.seconds) for url, name in chosen]
+    report = table(results, arguments.seconds)
+    print(report)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-ledger.md").write_text(report)
+
+
+if __name__ == "__main__":
+    main()
