@@ -199,6 +199,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=400, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = SchedulerMachine.TestCase

@@ -7,7 +7,7 @@ oracle's, nothing follows a terminal state. Results and events can be handed in 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core import invariants
 from tokenmill_scheduler.core.records import (
@@ -29,7 +29,7 @@ from tokenmill_scheduler.core.records import (
     Transitioned,
     Updated,
 )
-from tokenmill_scheduler.core.request import TERMINAL, TRANSITIONS, Request, Sampling, State
+from tokenmill_scheduler.core.request import QUEUED, TERMINAL, TRANSITIONS, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
 from tests.simulation import oracle
@@ -62,7 +62,8 @@ class Record:
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
     transitions: list[Transitioned] = field(default_factory=list)
-    admissions: int = 0
+    number: int = 0
+    overtaken: int = 0
 
     @property
     def ended(self) -> Transitioned | None:
@@ -98,6 +99,8 @@ class World:
         self.effects += effects
         for effect in effects:
             self._record(effect)
+        if len(self.executors) == 1:
+            self._check_fairness(effects)
         invariants.check(self.core)
         return effects
 
@@ -121,7 +124,7 @@ class World:
             priority,
             deadline_s,
         )
-        self.records[request.request_id] = Record(request)
+        self.records[request.request_id] = Record(request, number=len(self.records))
         self.handle(Submitted(request))
         return request.request_id
 
@@ -180,6 +183,7 @@ class World:
         """Kill the scheduler and take all unfinished requests up again from the record."""
         self.core = Scheduler(self.config)
         for record in [r for r in self.records.values() if r.state not in TERMINAL]:
+            record.overtaken = 0
             self.handle(Submitted(record.request, tuple(record.output), record.state))
         self.last_results.clear()
         for name in self.executors:
@@ -252,7 +256,33 @@ class World:
             case TokensGenerated():
                 self._record_tokens(effect)
             case Updated():
-                assert self.records[effect.request_id].state not in TERMINAL
+                self._record_update(effect)
+
+    def _record_update(self, effect: Updated) -> None:
+        record = self.records[effect.request_id]
+        assert record.state not in TERMINAL
+        if effect.priority is not None:
+            record.request = replace(record.request, priority=effect.priority)
+        if effect.deadline_s is not None:
+            record.request = replace(record.request, deadline_s=effect.deadline_s)
+
+    def _check_fairness(self, effects: list[Effect]) -> None:
+        """Who is admitted for the first time passes no preempted equal, and no waiting one more often than allowed."""
+        admitted = [
+            self.records[effect.request_id]
+            for effect in effects
+            if isinstance(effect, Transitioned) and (effect.before, effect.after) == (State.WAITING, State.PREFILL)
+        ]
+        by_priority = self.config.policy == "priority"
+        for new in admitted:
+            for old in self.records.values():
+                if old.state not in QUEUED or (by_priority and old.request.priority < new.request.priority):
+                    continue
+                assert old.state is not State.PREEMPTED, f"{new.request.request_id} ran before a preempted one"
+                if by_priority and old.request.priority > new.request.priority:
+                    raise AssertionError(f"{new.request.request_id} ran before one of higher priority")
+                old.overtaken += old.number < new.number
+                assert by_priority or old.overtaken <= self.config.max_overtakes, f"{old.request.request_id} starves"
 
     def _record_transition(self, effect: Transitioned) -> None:
         record = self.records[effect.request_id]
@@ -260,7 +290,6 @@ class World:
         assert effect.after in TRANSITIONS[effect.before]
         assert (effect.finish_reason is not None) == (effect.after in TERMINAL)
         record.state = effect.after
-        record.admissions += effect.after is State.PREFILL
         record.transitions.append(effect)
 
     def _record_tokens(self, effect: TokensGenerated) -> None:

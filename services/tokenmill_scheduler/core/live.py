@@ -11,6 +11,10 @@ from tokenmill_scheduler.core.records import Transitioned
 from tokenmill_scheduler.core.request import FinishReason, Request, State, check_transition
 from tokenmill_scheduler.core.sequence import Sequence
 
+# Error codes as google.rpc.Code has them.
+RESOURCE_EXHAUSTED = 8
+INTERNAL = 13
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:

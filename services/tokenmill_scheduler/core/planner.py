@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
-from tokenmill_scheduler.core.live import Ending, LiveRequest
+from tokenmill_scheduler.core.live import RESOURCE_EXHAUSTED, Ending, LiveRequest
 from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.records import Admission, Plan
 from tokenmill_scheduler.core.request import FinishReason, State
+from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.sequence import Sequence
 
-RESOURCE_EXHAUSTED = 8
 _OUT_OF_BLOCKS = "out of KV blocks"
 _DISPLACED = "displaced by a request of higher priority"
 
@@ -45,13 +45,13 @@ class Draft:
 
 
 class Planner:
-    """`watermark` is the share of the blocks kept from admissions; `max_overtakes` bounds who may pass a head that does not fit."""
+    """`max_overtakes` bounds who may pass a head that does not fit."""
 
-    def __init__(self, roster: Roster, batching: Batching, watermark: float, max_overtakes: int) -> None:
+    def __init__(self, roster: Roster, batching: Batching, room: Room, max_overtakes: int) -> None:
         self._roster = roster
         self._policy = roster.policy
         self._batching = batching
-        self._watermark = watermark
+        self._room = room
         self._max_overtakes = max_overtakes
         self.admitting = True
 
@@ -82,7 +82,9 @@ class Planner:
             # It has every block there is, so it is alone.
             self._outgrow(executor, outgrown[0], now_s)
         elif shortage > executor.blocks_returning:
-            self._roster.preempt(self._last_in_order(executor), now_s, _OUT_OF_BLOCKS)
+            victim = self._last_in_order(executor)
+            assert victim is not None, "those in need can be given up themselves"
+            self._roster.preempt(victim, now_s, _OUT_OF_BLOCKS)
 
     def _outgrow(self, executor: ExecutorState, sequence: Sequence, now_s: float) -> None:
         """A request alone outgrows the pool (C18): it moves to a larger executor, or fails with all tokens of the plans out."""
@@ -90,15 +92,15 @@ class Planner:
         assert live is not None
         if sequence.plans_out:
             return
-        if self._can_be_held(live):
+        if self._room.can_be_held(live):
             self._roster.preempt(sequence, now_s, _OUT_OF_BLOCKS)
         else:
             self._roster.end(live, _too_long(live), now_s)
 
-    def _last_in_order(self, executor: ExecutorState) -> Sequence:
+    def _last_in_order(self, executor: ExecutorState) -> Sequence | None:
         """The running sequence that the policy would run last: lowest priority, then latest arrival, so least work is lost."""
         candidates = [s for s in executor.running.values() if not s.exhausted]
-        return max(candidates, key=self._rank)
+        return max(candidates, key=self._rank, default=None)
 
     def _rank(self, sequence: Sequence) -> tuple[float, ...]:
         assert sequence.live is not None
@@ -128,15 +130,18 @@ class Planner:
 
     def _displace(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> None:
         """Preempts a strictly lower running sequence for each slot a waiting request lacks (C33), or one a plan for its blocks."""
+        head = next(iter(queue), None)
+        if head is None or self._outranked(head, executor) is None:
+            return
         slots = self._batching.open_slots(executor, queue, now_s)
         budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.exhausted)
-        blocks = self._free_for_admission(executor)
+        blocks = self._room.blocks_free(executor)
         for live in queue:
-            if not self._is_candidate(live, executor):
+            if not self._room.is_candidate(live, executor):
                 continue
             if budget <= 0 or live.sequence is not None:
                 return
-            need = self._blocks_to_admit(live, executor)
+            need = self._room.blocks_needed(live, executor)
             if slots <= 0 or need > blocks:
                 victim = self._outranked(live, executor)
                 if victim is None:
@@ -152,11 +157,9 @@ class Planner:
             budget -= live.known
 
     def _outranked(self, live: LiveRequest, executor: ExecutorState) -> Sequence | None:
-        if executor.slots_taken == 0:
-            return None
         victim = self._last_in_order(executor)
-        assert victim.live is not None
-        return victim if self._policy.outranks(live, victim.live) else None
+        outranked = victim is not None and victim.live is not None and self._policy.outranks(live, victim.live)
+        return victim if outranked else None
 
     def _blocks_can_be_had(self, live: LiveRequest, lacking: int, executor: ExecutorState) -> bool:
         """Whether preempting helps: blocks on their way back do not suffice, and with those of all outranked sequences they do."""
@@ -170,11 +173,11 @@ class Planner:
         for live in list(queue) if slots > 0 and draft.budget else ():
             if slots == 0 or draft.budget == 0 or not self._may_pass(live, passed):
                 break
-            if not self._can_be_held(live):
+            if not self._room.can_be_held(live):
                 self._roster.end(live, _too_long(live), now_s)
-            elif not self._is_candidate(live, executor):
+            elif not self._room.is_candidate(live, executor):
                 continue
-            elif live.sequence is not None or self._blocks_to_admit(live, executor) > self._free_for_admission(executor):
+            elif live.sequence is not None or self._room.is_short(live, executor):
                 passed.append(live)
             else:
                 self._admit_one(live, executor, draft, now_s)
@@ -190,7 +193,7 @@ class Planner:
         )
 
     def _admit_one(self, live: LiveRequest, executor: ExecutorState, draft: Draft, now_s: float) -> None:
-        blocks = self._blocks_to_admit(live, executor)
+        blocks = self._room.blocks_needed(live, executor)
         sequence = self._roster.admit(live, executor, now_s)
         executor.batch_room = max(0, executor.batch_room - 1)
         executor.forecast.reserve(sequence, blocks)
@@ -200,41 +203,6 @@ class Planner:
             Admission(sequence.sequence_id, token_ids, len(request.prompt), request.sampling, request.cache_salt)
         )
         draft.advance(sequence, min(sequence.remaining, draft.budget))
-
-    def _is_candidate(self, live: LiveRequest, executor: ExecutorState) -> bool:
-        """False for one that needs a larger executor, or is still being released by another one: it holds up nobody here."""
-        here = live.sequence is None or live.sequence.executor == executor.name
-        return here and executor.can_hold(live.known)
-
-    def _can_be_held(self, live: LiveRequest) -> bool:
-        """Whether any executor of its model, lost ones among them, can hold it alone."""
-        model = live.request.model
-        return any(e.can_hold(live.known) for e in self._roster.executors.values() if e.description.model == model)
-
-    def _blocks_to_admit(self, live: LiveRequest, executor: ExecutorState) -> int:
-        """Blocks for all known tokens and the next one, unless that will never be computed or there are no more blocks."""
-        last_computed = live.limit(executor.description.max_model_len) - 1
-        return min(executor.forecast.blocks(min(live.known + 1, last_computed)), executor.description.num_blocks)
-
-    def _free_for_admission(self, executor: ExecutorState) -> int:
-        """Blocks above the watermark; on an executor where nothing runs there is nobody to keep them for."""
-        kept = int(self._watermark * executor.description.num_blocks) if executor.running else 0
-        return executor.forecast.free - kept
-
-    def wait_reason(self, live: LiveRequest, executors: list[ExecutorState]) -> str:
-        """Why a queued request is on none of `executors`, which serve its model; in a few words."""
-        if live.sequence is not None:
-            return "its blocks are being released"
-        able = [e for e in executors if e.can_hold(live.known)]
-        if not able:
-            return "it needs a larger executor"
-        closed = [self._batching.closed_because(executor) for executor in able]
-        if all(closed):
-            return closed[0]
-        return "not enough free KV blocks" if self._lacks_blocks(live, able) else "others are before it in the queue"
-
-    def _lacks_blocks(self, live: LiveRequest, executors: list[ExecutorState]) -> bool:
-        return all(self._blocks_to_admit(live, e) > self._free_for_admission(e) for e in executors)
 
     # ---- the plan ----
 

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
-from tokenmill_scheduler.core.live import Ending, LiveRequest
+from tokenmill_scheduler.core.live import INTERNAL, RESOURCE_EXHAUSTED, Ending, LiveRequest
 from tokenmill_scheduler.core.records import Fault, Result, SequenceFault, SequenceFinish, TextStop, TokenLogprobs, TokensGenerated
 from tokenmill_scheduler.core.request import RUNNING, FinishReason, State
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.sequence import Sequence
-
-RESOURCE_EXHAUSTED = 8
-INTERNAL = 13
 
 _STOP = Ending(State.DONE, FinishReason.STOP)
 _LENGTH = Ending(State.DONE, FinishReason.LENGTH)

@@ -1,7 +1,7 @@
 """The pure scheduler: events in, effects out. No I/O, clock, randomness, logging, protobuf or SQL.
 
-`Scheduler.handle` is the whole of it. Requests and executors live in the `Roster`; `Planner` makes plans; `apply_result` reads
-results. Same events, same effects, in the same order: nothing here iterates over a set or draws a number.
+`Scheduler.handle` is the whole of it. Requests and executors live in the `Roster`; `Planner` makes plans, asking `Room` who fits;
+`apply_result` reads results. Same events, same effects, in the same order: nothing here iterates over a set or draws a number.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tokenmill_scheduler.core.records import (
 )
 from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, State
 from tokenmill_scheduler.core.results import apply_result
+from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
 
 _EXPIRED = Ending(State.EXPIRED, FinishReason.EXPIRED, "deadline passed")
@@ -59,7 +60,8 @@ class Scheduler:
         self.config = config
         self._batching = batching_named(config.batching, config.max_waiting_time_s)
         self._roster = Roster(POLICIES[config.policy]())
-        self._planner = Planner(self._roster, self._batching, config.watermark, config.max_overtakes)
+        self._room = Room(self._roster, self._batching, config.watermark)
+        self._planner = Planner(self._roster, self._batching, self._room, config.max_overtakes)
 
     # ---- events ----
 
@@ -187,10 +189,7 @@ class Scheduler:
             return ""
         if not self._planner.admitting:
             return "the scheduler is shutting down"
-        serving = [e for e in self._roster.executors.values() if e.joined and e.description.model == live.request.model]
-        if not serving:
-            return f"no executor serves {live.request.model!r} now"
-        return self._planner.wait_reason(live, serving)
+        return self._room.wait_reason(live)
 
     @property
     def counters(self) -> Counters:
