@@ -38,6 +38,9 @@ def load_runner(settings: Settings) -> Runner:
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             threads=settings.threads,
+            block_size=settings.block_size,
+            quantization=settings.quantization,
+            kv_cache_dtype=settings.kv_cache_dtype,
         )
     except ModuleNotFoundError as error:
         raise SettingsError(f"{error.name} is missing, which a real model needs: pip install 'tokenmill[executor]'") from error

@@ -42,6 +42,8 @@ class Settings:
     listen: str
     dtype: str
     device: str
+    quantization: str | None
+    kv_cache_dtype: str
     block_size: int
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
@@ -174,11 +176,17 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "default": "auto",
             "help": "auto is bfloat16 on CUDA, float32 on a CPU",
         },
+        "--quantization": {"choices": ("int8",), "help": "of the weights, on a CPU; faster, a little less exact"},
         "--device": {"default": "auto", "help": "cpu, cuda or cuda:N; auto is CUDA if there is a device"},
         "--max-model-len": {"type": _count, "help": "most tokens of a sequence, prompt and output; without it, the model's limit"},
         "--threads": {"type": _count, "help": "threads of a CPU forward pass; without it, torch's choice"},
     },
     "KV cache": {
+        "--kv-cache-dtype": {
+            "choices": ("auto", "bfloat16", "int8"),
+            "default": "auto",
+            "help": "auto is the model's type; int8, on a CPU, halves the cache",
+        },
         "--block-size": {"type": _count, "default": 16, "help": "token positions in a KV block"},
         "--kv-cache-memory-bytes": {
             "type": parse_bytes,

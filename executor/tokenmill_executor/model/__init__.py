@@ -20,6 +20,9 @@ def load_runner(
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
     threads: int | None = None,
+    block_size: int = 16,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> TorchRunner:
     """A Hugging Face directory or a GGUF file, loaded. Call it on the thread that will run the steps.
 
@@ -29,6 +32,8 @@ def load_runner(
     - max_model_len: at most the model's own, which is the default.
     - max_num_seqs, max_num_batched_tokens: the largest step, run on CUDA to see what memory it needs.
     - threads: of a CPU forward pass; None is torch's choice.
+    - block_size: that of the cache to come; the C++ kernels for bfloat16 on a CPU have only blocks of 16.
+    - quantization, kv_cache_dtype: "int8", on a CPU, of the weights and of the KV cache.
 
     Raises ModelError (a ValueError), with a sentence for the operator.
     """
@@ -45,5 +50,8 @@ def load_runner(
             kv_cache_memory_bytes,
             gpu_memory_utilization,
             threads,
+            block_size,
+            quantization,
+            kv_cache_dtype,
         ),
     )

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels
 from tokenmill_executor.model.config import ModelConfig, ModelError
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, largest_batch
 from tokenmill_executor.model.port import Model
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
-from tokenmill_executor.model.weights import load_checkpoint
+from tokenmill_executor.model.weights import Checkpoint, load_checkpoint
 from tokenmill_executor.runner import RunnerDescription
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,15 +33,18 @@ class LoadSettings:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     threads: int | None
+    block_size: int
+    quantization: str | None
+    kv_cache_dtype: str
 
 
 def load(path: Path, settings: LoadSettings) -> TorchRunner:
     """Raises ModelError."""
     device, checkpoint = _device(settings.device), load_checkpoint(path)
-    dtype, max_model_len = _dtype(settings.dtype, device), _max_model_len(settings.max_model_len, checkpoint.config)
+    dtype, max_model_len = _dtype(settings, device), _max_model_len(settings.max_model_len, checkpoint.config)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    model = Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len)
+    model = _model(checkpoint, dtype, device, max_model_len, settings)
     description = RunnerDescription(
         model=checkpoint.name,
         vocab_size=checkpoint.config.vocab_size,
@@ -51,6 +55,16 @@ def load(path: Path, settings: LoadSettings) -> TorchRunner:
     )
     measure = partial(_cache_bytes, model, device, max_model_len, settings)
     return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure)
+
+
+def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, settings: LoadSettings) -> Model:
+    """float32 stays on torch, whose tokens are those of transformers; bfloat16 on a CPU runs on the C++ kernels where they can."""
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        choice = CpuChoice(max_model_len, settings.block_size, settings.quantization, settings.kv_cache_dtype)
+        kernels = choose_kernels(checkpoint.config, checkpoint.tensors, choice)
+        if kernels is not None:
+            return kernels
+    return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len)
 
 
 def _cache_bytes(model: Model, device: torch.device, max_model_len: int, settings: LoadSettings) -> int:
@@ -75,9 +89,14 @@ def _device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(settings: LoadSettings, device: torch.device) -> torch.dtype:
+    name, quantizes = settings.dtype, settings.quantization is not None or settings.kv_cache_dtype == "int8"
+    if quantizes and (device.type != "cpu" or name == "float32"):
+        raise ModelError(
+            "int8 weights and caches are for a CPU in bfloat16; choose the device cpu and the dtype bfloat16."
+        )
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device.type == "cuda" or quantizes else torch.float32
     if name not in DTYPES:
         raise ModelError(f"The type {name!r} is not supported; choose auto, float32 or bfloat16.")
     return DTYPES[name]

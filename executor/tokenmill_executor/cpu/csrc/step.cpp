@@ -1,5 +1,8 @@
 // One forward step of a Llama-family decoder as one call: the C interface that cpu/library.py binds.
 #include <omp.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include <algorithm>
 
@@ -22,6 +25,16 @@ struct Workspace {
     size_t bytes;
 };
 
+constexpr size_t kGap = 64;
+
+// Under AddressSanitizer what lies between two arrays may not be touched; else nothing.
+void guard([[maybe_unused]] char* begin, [[maybe_unused]] size_t size, [[maybe_unused]] size_t until_next) {
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(begin, size);
+    __asan_poison_memory_region(begin + size, until_next - size);
+#endif
+}
+
 struct Arena {
     char* base;
     size_t used = 0;
@@ -29,7 +42,9 @@ struct Arena {
     template <typename T>
     T* take(int64_t count) {
         T* const p = base ? (T*)(base + used) : nullptr;
-        used += (size_t(count) * sizeof(T) + 63) / 64 * 64 + 64;
+        const size_t size = size_t(count) * sizeof(T), rounded = (size + 63) / 64 * 64;
+        if (base) guard(base + used, size, rounded + kGap);
+        used += rounded + kGap;
         return p;
     }
     Activations activations(int64_t rows, int64_t depth) {
