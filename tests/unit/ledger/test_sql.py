@@ -1,0 +1,298 @@
+"""What only a database can show: outages, lost commits, leases, damage, views, what stays after a restart."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError
+from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.ledger.engine import connect
+from tokenmill_scheduler.ledger.port import LeaseLost, LedgerConflict, LedgerCorrupt, LedgerUnavailable, Outcome, Record
+from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
+from tokenmill_scheduler.ledger.store import TAIL_TOKENS
+
+from tests.fakes.ledger_records import done, prefill, run_to_decode, run_to_end, submission, tokens
+from tests.fakes.postgres import PostgresServer
+
+
+def rows(ledger: SqlLedger, statement: str) -> list[dict[str, object]]:
+    with ledger._engines.read.connect() as connection:
+        return [dict(row) for row in connection.execute(text(statement)).mappings()]
+
+
+def execute(ledger: SqlLedger, statement: str) -> None:
+    with ledger._engines.write.begin() as connection:
+        connection.execute(text(statement))
+
+
+def test_a_tail_moves_when_it_is_long_and_when_its_request_ends(sql_ledger: SqlLedger) -> None:
+    run_to_decode(sql_ledger)
+    for index in range(TAIL_TOKENS + 5):
+        sql_ledger.write([tokens("a", index, index)])
+    assert rows(sql_ledger, "SELECT first_index, count FROM tokens") == [{"first_index": 0, "count": TAIL_TOKENS}]
+    assert rows(sql_ledger, "SELECT first_index, count FROM tails") == [{"first_index": TAIL_TOKENS, "count": 5}]
+    sql_ledger.write([done()])
+    assert len(rows(sql_ledger, "SELECT * FROM tokens")) == 2
+    assert rows(sql_ledger, "SELECT * FROM tails") == []
+
+
+def test_damage_is_found_when_it_is_read(sql_ledger: SqlLedger) -> None:
+    run_to_decode(sql_ledger)
+    for index in range(3 * TAIL_TOKENS):
+        sql_ledger.write([tokens("a", index, index)])
+    execute(sql_ledger, f"DELETE FROM tokens WHERE first_index = {TAIL_TOKENS}")
+    with pytest.raises(LedgerCorrupt):
+        sql_ledger.output("a")
+    with pytest.raises(LedgerCorrupt):
+        list(sql_ledger.unfinished())
+    assert len(sql_ledger.output("a", 2 * TAIL_TOKENS).token_ids) == TAIL_TOKENS
+    execute(sql_ledger, "UPDATE tokens SET count = 3 WHERE first_index = 0")
+    with pytest.raises(LedgerCorrupt):
+        sql_ledger.output("a")
+
+
+def test_a_nul_in_words_for_people_is_shown_as_unknown(sql_ledger: SqlLedger) -> None:
+    """PostgreSQL cannot store one; a client's reason must not stop the writer."""
+    run_to_decode(sql_ledger)
+    sql_ledger.write([replace(done(), reason="why\0", error="because\0")])
+    stored = sql_ledger.find("a")
+    assert stored is not None
+    assert (stored.error, sql_ledger.transitions("a")[-1].reason) == ("because\ufffd", "why\ufffd")
+
+
+def test_pruning_leaves_no_rows_behind(sql_ledger: SqlLedger) -> None:
+    for number in range(3):
+        run_to_end(sql_ledger, f"r{number}")
+    assert sql_ledger.prune(1000.0, limit=10) == 3
+    for table in ("requests", "transitions", "tokens", "tails"):
+        assert rows(sql_ledger, f"SELECT * FROM {table}") == []
+
+
+def test_the_views_tell_an_operator(sql_ledger: SqlLedger) -> None:
+    run_to_end(sql_ledger, "ended")
+    sql_ledger.write([submission("w1", priority=2, tenant="t", arrival_s=50.0), submission("w2", priority=2, tenant="t")])
+    (overview,) = rows(sql_ledger, "SELECT * FROM request_overview WHERE request_id = 'ended'")
+    assert (overview["state"], overview["num_output_tokens"], overview["age_s"]) == ("done", 3, 10.0)
+    assert overview["time_to_first_token_s"] == 3.0
+    assert str(overview["finished_at"]).startswith("1970-01-01 00:01:50")
+    (queue,) = rows(sql_ledger, "SELECT * FROM queue_overview")
+    assert (queue["tenant"], queue["priority"], queue["state"], queue["requests"]) == ("t", 2, "waiting", 2)
+    assert isinstance(queue["oldest_age_s"], float)
+    assert queue["oldest_age_s"] > 1e9
+    times = rows(sql_ledger, "SELECT state, times, duration_s FROM time_in_state WHERE request_id = 'ended' ORDER BY state")
+    assert times == [
+        {"state": "decode", "times": 1, "duration_s": 8.0},
+        {"state": "prefill", "times": 1, "duration_s": 1.0},
+        {"state": "waiting", "times": 1, "duration_s": 1.0},
+    ]
+    assert len(rows(sql_ledger, "SELECT * FROM state_times WHERE request_id = 'ended'")) == 4
+
+
+def test_all_is_there_after_a_restart(url: str) -> None:
+    ledger = open_ledger(url)
+    run_to_decode(ledger)
+    ledger.write([tokens("a", 0, 5, 6)])
+    ledger.next_epoch("x0", 0)
+    before = ledger.find("a")
+    ledger.close()
+    again = open_ledger(url)
+    assert again.find("a") == before
+    assert [(stored.state, output.token_ids) for stored, output in again.unfinished()] == [(State.DECODE, (5, 6))]
+    assert again.next_epoch("x0", 0) == 2
+    again.close()
+
+
+# ---- leases ----
+
+
+def test_a_lease_has_one_owner_until_it_runs_out(sql_ledger: SqlLedger) -> None:
+    lease = sql_ledger.acquire_lease("x0", "s1", lease_s=3600)
+    assert lease is not None
+    assert sql_ledger.acquire_lease("x0", "s2", lease_s=3600) is None
+    assert sql_ledger.renew_lease(lease, lease_s=0)
+    taken = sql_ledger.acquire_lease("x0", "s2", lease_s=3600)
+    assert taken is not None
+    assert taken.epoch > lease.epoch
+    assert not sql_ledger.renew_lease(lease, lease_s=3600)
+    sql_ledger.release_lease(lease)
+    assert sql_ledger.acquire_lease("x0", "s1", lease_s=3600) is None
+    sql_ledger.release_lease(taken)
+    again = sql_ledger.acquire_lease("x0", "s1", lease_s=3600, at_least=100)
+    assert again is not None
+    assert again.epoch == 100
+
+
+def test_the_owner_of_a_lease_gets_it_again_under_a_new_epoch(sql_ledger: SqlLedger) -> None:
+    first = sql_ledger.acquire_lease("x0", "s1", lease_s=3600)
+    second = sql_ledger.acquire_lease("x0", "s1", lease_s=3600)
+    assert first is not None
+    assert second is not None
+    assert second.epoch > first.epoch
+    with pytest.raises(LeaseLost):
+        sql_ledger.write([submission()], [first])
+
+
+def test_c74_a_scheduler_that_lost_its_lease_writes_nothing(url: str) -> None:
+    mine, theirs = open_ledger(url), open_ledger(url)
+    lease = mine.acquire_lease("x0", "s1", lease_s=0)
+    other = mine.acquire_lease("x1", "s1", lease_s=3600)
+    assert lease is not None
+    assert other is not None
+    assert mine.write([submission()], [lease, other]) == [Outcome.WRITTEN]
+    assert theirs.acquire_lease("x0", "s2", lease_s=3600) is not None
+    with pytest.raises(LeaseLost, match="executor x0: the lease of s1 under epoch 1 no longer holds"):
+        mine.write([prefill()], [other, lease])
+    stored = theirs.find("a")
+    assert stored is not None
+    assert stored.state is State.WAITING
+    assert mine.write([prefill()], [other]) == [Outcome.WRITTEN]
+    mine.close()
+    theirs.close()
+
+
+def test_two_schedulers_move_one_request_once(url: str) -> None:
+    mine, theirs = open_ledger(url), open_ledger(url)
+    mine.write([submission()])
+    theirs.write([prefill()])
+    with pytest.raises(LedgerConflict):
+        mine.write([prefill()])
+    assert theirs.write([submission()]) == [Outcome.JOINED]
+    mine.close()
+    theirs.close()
+
+
+# ---- outages ----
+
+
+def test_a_locked_sqlite_file_is_unavailable(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill_scheduler.ledger.engine.BUSY_TIMEOUT_S", 0.01)
+    ledger = open_ledger(sqlite_url)
+    holder = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(LedgerUnavailable, match="locked"):
+        ledger.write([submission()])
+    # Reading goes on.
+    assert ledger.find("a") is None
+    holder.execute("ROLLBACK")
+    holder.close()
+    assert ledger.write([submission()]) == [Outcome.WRITTEN]
+    ledger.close()
+
+
+def test_a_full_disk_is_unavailable(sqlite_url: str) -> None:
+    ledger = open_ledger(sqlite_url)
+    engine = ledger._engines.write
+    with engine.connect() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(LedgerUnavailable, match="full"):
+        ledger.write([submission(prompt=tuple(range(100_000)))])
+    with engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA max_page_count = 1000000")
+    assert ledger.write([submission(prompt=tuple(range(100_000)))]) == [Outcome.WRITTEN]
+    ledger.close()
+
+
+def test_a_read_only_database_is_unavailable(sql_ledger: SqlLedger) -> None:
+    make_read_only = {"sqlite": "PRAGMA query_only = {}", "postgresql": "SET default_transaction_read_only = {}"}
+    statement = make_read_only[sql_ledger._engines.dialect]
+
+    def set_read_only(value: str) -> None:
+        connection = sql_ledger._engines.write.raw_connection()
+        connection.driver_connection.execute(statement.format(value))  # type: ignore[union-attr]
+        connection.commit()
+        connection.close()
+
+    set_read_only("on")
+    with pytest.raises(LedgerUnavailable):
+        sql_ledger.write([submission()])
+    set_read_only("off")
+    assert sql_ledger.write([submission()]) == [Outcome.WRITTEN]
+
+
+def test_a_bug_of_ours_is_no_outage(sql_ledger: SqlLedger) -> None:
+    execute(sql_ledger, "ALTER TABLE tails RENAME TO elsewhere")
+    try:
+        with pytest.raises(Exception, match="tails") as raised:
+            sql_ledger.find("a")
+        assert not isinstance(raised.value, LedgerUnavailable)
+        assert "[SQL parameters hidden" in str(raised.value)
+    finally:
+        execute(sql_ledger, "ALTER TABLE elsewhere RENAME TO tails")
+
+
+def test_a_broken_connection_is_unavailable_once(postgres: PostgresServer, postgres_url: str) -> None:
+    ledger = open_ledger(postgres_url)
+    ledger.write([submission()])
+    break_connections(postgres_url)
+    # A reader gets a new connection without noticing.
+    assert ledger.find("a") is not None
+    with pytest.raises(LedgerUnavailable):
+        ledger.write([prefill()])
+    assert ledger.write([prefill()]) == [Outcome.WRITTEN]
+    ledger.close()
+
+
+def break_connections(url: str) -> None:
+    engines = connect(url)
+    others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    with engines.write.begin() as connection:
+        connection.execute(text(f"SELECT pg_terminate_backend(pid, 30000) {others}")).all()
+    engines.dispose()
+
+
+@contextmanager
+def answer_of_commit_lost(ledger: SqlLedger, *, carried_out: bool) -> Iterator[None]:
+    """The next commits end in a broken connection, after or before the server has carried them out."""
+
+    def lose(connection: object) -> None:
+        raw = connection.connection.driver_connection  # type: ignore[attr-defined]
+        if carried_out:
+            raw.commit()
+        else:
+            raw.rollback()
+        raise OperationalError("COMMIT", None, Exception("the connection broke"))
+
+    event.listen(ledger._engines.write, "commit", lose)
+    try:
+        yield
+    finally:
+        event.remove(ledger._engines.write, "commit", lose)
+
+
+@pytest.mark.parametrize("carried_out", [True, False])
+def test_a_commit_whose_answer_is_lost_happens_once(postgres_url: str, carried_out: bool) -> None:
+    ledger = open_ledger(postgres_url)
+    run_to_decode(ledger)
+    batch: list[Record] = [submission("new"), submission("a"), tokens("a", 0, 5)]
+    with answer_of_commit_lost(ledger, carried_out=carried_out), pytest.raises(LedgerUnavailable):
+        ledger.write(batch)
+    assert (ledger.find("new") is not None) is carried_out
+    # The same answer as if nothing had happened: "new" was written, not joined.
+    assert ledger.write(batch) == [Outcome.WRITTEN, Outcome.JOINED, Outcome.WRITTEN]
+    assert ledger.output("a").token_ids == (5,)
+    assert ledger.write([tokens("a", 1, 6)]) == [Outcome.WRITTEN]
+    ledger.close()
+
+
+def test_a_write_in_doubt_must_be_repeated_as_it_was(postgres_url: str) -> None:
+    ledger = open_ledger(postgres_url)
+    with answer_of_commit_lost(ledger, carried_out=True), pytest.raises(LedgerUnavailable):
+        ledger.write([submission()])
+    with pytest.raises(LedgerConflict, match="in doubt"):
+        ledger.write([submission("b")])
+    ledger.close()
+
+
+def test_durability_is_as_asked(url: str) -> None:
+    for durable, expected in ((True, {"2", "on"}), (False, {"1", "off"})):
+        engines = connect(url, durable=durable)
+        query = "PRAGMA synchronous" if engines.dialect == "sqlite" else "SHOW synchronous_commit"
+        with engines.write.connect() as connection:
+            assert str(connection.exec_driver_sql(query).scalar_one()) in expected
+        engines.dispose()
