@@ -6,13 +6,17 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import grpc
 import pytest
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill.executor.v1.executor_pb2_grpc import ExecutorServiceStub
+
+from tests.unit.engine.scheduler import admission
 
 # Stands in for an environment without torch and what comes with it.
 WITHOUT_TORCH = """
@@ -31,13 +35,27 @@ def command(*flags: str, model: str = "simulated") -> list[str]:
     return [sys.executable, "-c", WITHOUT_TORCH, "--model", model, "--log-format=json", *flags]
 
 
+Launch = Callable[..., subprocess.Popen[str]]
+
+
 @pytest.fixture
-def executor(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    port_file = f"--port-file={tmp_path / 'port'}"
-    process = subprocess.Popen(command("--listen=127.0.0.1:0", port_file), stderr=subprocess.PIPE, text=True)
-    yield process
-    process.kill()
-    process.communicate()
+def launch() -> Iterator[Launch]:
+    running: list[subprocess.Popen[str]] = []
+
+    def launch(*flags: str) -> subprocess.Popen[str]:
+        running.append(subprocess.Popen(command(*flags), stderr=subprocess.PIPE, text=True))
+        return running[-1]
+
+    yield launch
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def forever() -> Iterator[pb.RunRequest]:
+    """Keeps the client's side of a stream open until its channel closes."""
+    threading.Event().wait(60)
+    yield from ()
 
 
 def wait_for(process: subprocess.Popen[str], event: str) -> dict[str, str]:
@@ -49,7 +67,8 @@ def wait_for(process: subprocess.Popen[str], event: str) -> dict[str, str]:
     raise AssertionError(f"the process ended without {event!r}")
 
 
-def test_it_serves_without_torch_and_ends_on_sigterm(executor: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_it_serves_without_torch_and_ends_on_sigterm(launch: Launch, tmp_path: Path) -> None:
+    executor = launch("--listen=127.0.0.1:0", f"--port-file={tmp_path / 'port'}")
     address = wait_for(executor, "ready")["address"]
     assert (tmp_path / "port").read_text() == address
     with grpc.insecure_channel(address) as channel:
@@ -62,8 +81,32 @@ def test_it_serves_without_torch_and_ends_on_sigterm(executor: subprocess.Popen[
     assert executor.wait(30) == 0
 
 
-def test_a_second_process_cannot_take_the_port(executor: subprocess.Popen[str]) -> None:
-    address = wait_for(executor, "ready")["address"]
+def test_a_step_that_outlasts_the_grace_period_is_abandoned(launch: Launch, tmp_path: Path) -> None:
+    executor = launch(f"--listen=unix:{tmp_path}/x.sock", "--simulated-step-ms=600000", "--shutdown-timeout-s=0")
+    plan = pb.Plan(epoch=1, plan_id=1, admit=[admission(1, [5])], advance_sequence_ids=[1], advance_max_tokens=[1])
+    with grpc.insecure_channel(wait_for(executor, "ready")["address"]) as channel:
+        requests = iter([pb.RunRequest(hello=pb.Hello(epoch=1)), pb.RunRequest(plan=plan)])
+        responses = iter(ExecutorServiceStub(channel).Run(chain(requests, forever())))
+        while next(responses).heartbeat.running_plan_id != 1:
+            pass
+        executor.send_signal(signal.SIGTERM)
+        wait_for(executor, "abandoned")
+        assert executor.wait(30) == 0
+
+
+def test_a_killed_process_leaves_its_unix_path_to_the_next(launch: Launch, tmp_path: Path) -> None:
+    listen = f"--listen=unix:{tmp_path}/x.sock"
+    first = launch(listen)
+    wait_for(first, "ready")
+    first.kill()
+    first.wait()
+    address = wait_for(launch(listen), "ready")["address"]
+    with grpc.insecure_channel(address) as channel:
+        assert ExecutorServiceStub(channel).Describe(pb.DescribeRequest()).epoch == 0
+
+
+def test_a_second_process_cannot_take_the_port(launch: Launch) -> None:
+    address = wait_for(launch("--listen=127.0.0.1:0"), "ready")["address"]
     second = subprocess.run(command(f"--listen={address}"), capture_output=True, text=True, timeout=60)
     assert second.returncode == 2
     assert f"--listen {address} cannot be bound" in second.stderr

@@ -12,6 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
+from tokenmill_executor.blocks import BlockPool, BlockTable
+from tokenmill_executor.runner import Batch, StepOutput
 from tokenmill_executor.server import SERVICE_NAME
 
 from tests.fakes.runner import POISON, OracleRunner
@@ -135,6 +137,41 @@ async def test_times_tell_idle_from_busy(start: Start, held: OracleRunner) -> No
     assert second.queue_us >= 0
 
 
+class Forgetful(OracleRunner):
+    """Breaks its contract: gives one token too few, once."""
+
+    def step(self, batch: Batch) -> StepOutput:
+        output = super().step(batch)
+        if self.num_steps == 1:
+            output.token_ids.pop()
+        return output
+
+
+async def test_a_fault_of_the_executor_itself_ends_the_stream_and_the_next_epoch_is_served(start: Start) -> None:
+    service = await start(Forgetful())
+    scheduler = await service.scheduler(1)
+    await scheduler.send({1: 9, 2: 9}, [admission(1, [5]), admission(2, [6])])
+    assert await scheduler.ended() == (Code.INTERNAL, "plan 1 failed in the engine; see the executor's log")
+    again = await service.scheduler(2)
+    await again.send({1: 9}, [admission(1, [5])])
+    result = await again.result()
+    assert list(result.token_ids) == oracle_output([5], 1)
+    assert result.blocks.held == 1
+
+
+async def test_an_engine_whose_books_are_wrong_serves_no_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leak(pool: BlockPool, table: BlockTable) -> None:
+        table.clear()
+
+    service = await start(OracleRunner())
+    scheduler = await service.scheduler(1)
+    await scheduler.send({1: 9}, [admission(1, [5])])
+    await scheduler.result()
+    monkeypatch.setattr(BlockPool, "release", leak)
+    await scheduler.goodbye()
+    await asyncio.wait_for(service.server.servicer.failed.wait(), 30)
+
+
 # ---- who drives ----------------------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +291,9 @@ async def test_a_plan_that_cannot_be_carried_out_ends_the_stream_and_names_the_f
 async def test_more_plans_than_the_pipeline_holds_end_the_stream(start: Start, held: OracleRunner) -> None:
     service = await start(held)
     scheduler = await service.scheduler(1)
-    for _ in range(3):
-        await scheduler.send({1: 9})
+    await scheduler.send({1: 9}, [admission(1, [5])])
+    await scheduler.send({1: 1})
+    await scheduler.send({1: 1})
     code, detail = await scheduler.ended()
     assert code is Code.RESOURCE_EXHAUSTED
     assert detail == "plan 3 came while 2 were unanswered, pipeline_depth is no more"
