@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill_scheduler.core.records import (
-    Draining,
     Effect,
     Plan,
     PlanIssued,
@@ -136,9 +135,6 @@ class Tracer:
 
     def do_restart(self) -> list[str]:
         return self._effects(lambda: self.world.restart_scheduler())
-
-    def do_stop_admitting(self) -> list[str]:
-        return self._effects(lambda: self.world.handle(Draining()))
 
     # ---- questions ----
 

@@ -97,12 +97,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self._name(name) not in self.lost and not executor.idle:
             self.world.step(self._name(name))
 
-    @rule(name=EXECUTORS)
-    def plan_step_deliver(self, name: str) -> None:
-        """Progress in one rule, so that runs get far."""
-        self.plan(name)
-        self.step(name)
-        self.deliver(name)
+    @rule(name=EXECUTORS, times=st.integers(1, 5))
+    def go_on(self, name: str, times: int) -> None:
+        """Progress with a full pipeline in one rule, so that runs get far."""
+        for _ in range(times):
+            self.plan(name)
+            self.plan(name)
+            self.step(name)
+            self.deliver(name)
 
     @rule(name=EXECUTORS)
     def deliver(self, name: str) -> None:
@@ -140,25 +142,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(list(self.world.records)))
         self.world.executors[self._name(name)].inject[int(request_id[1:])] = fault
 
-    @rule(name=EXECUTORS)
-    def lose(self, name: str) -> None:
+    @rule(name=EXECUTORS, kind=st.sampled_from(["lose", "join", "restart"]))
+    def disaster(self, name: str, kind: str) -> None:
         name = self._name(name)
-        if name not in self.lost:
+        if kind == "restart":
+            self.world.restart_scheduler()
+            self.lost.clear()
+        elif kind == "join":
+            self._join(name)
+        elif name not in self.lost:
             self.lost.add(name)
             self.world.lose(name)
 
-    @rule(name=EXECUTORS)
-    def join(self, name: str) -> None:
+    def _join(self, name: str) -> None:
         """Also without having been lost: a higher epoch ends the lower one."""
-        name = self._name(name)
         self.lost.discard(name)
         self.world.arriving[name].clear()
         self.world.rejoin(name)
-
-    @rule()
-    def restart(self) -> None:
-        self.world.restart_scheduler()
-        self.lost.clear()
 
     # ---- what holds ----
 
@@ -174,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, executor in self.world.executors.items():
             executor.inject.clear()
             if name in self.lost:
-                self.join(name)
+                self._join(name)
         self.world.drain()
         self.world.check_idle()
         self.forecast_is_honest()

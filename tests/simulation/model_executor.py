@@ -1,7 +1,8 @@
 """A small executor written from the plan protocol alone, to judge the scheduler's plans by: block pool, steps, token oracle.
 
 It imports no executor code. What would be a bug of the scheduler is an assertion here. It can overlap plans as a GPU executor does:
-while plan N runs, N+1 is prepared already, so a sequence that N finishes keeps its blocks, and may take another, until N+1 is done.
+while plan N runs, N+1 is prepared already, so a sequence that N finishes keeps its blocks, and may take another, until N+1 is done,
+and one that N+1 releases keeps them until N is done.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class _Sequence:
     steps: int = 0
     blocks: list[int] = field(default_factory=list)
     finished: bool = False
+    released: bool = False
 
     @property
     def num_output(self) -> int:
@@ -105,7 +107,7 @@ class ModelExecutor:
         before = len(self._free)
         for sequence_id in plan.release:
             self._released.add(sequence_id)
-            self._drop(sequence_id)
+            self._let_go(sequence_id, released=True)
         for admission in plan.admit:
             self._admit(admission)
         faults: dict[int, Fault] = {}
@@ -133,7 +135,7 @@ class ModelExecutor:
         if fault is not None:
             faults[sequence_id] = Fault(fault, "from the model executor")
             if fault is not SequenceFault.NO_BLOCKS:
-                self._finish(sequence_id)
+                self._let_go(sequence_id, finished=True)
             return None
         samples = sequence.launched + count == known
         sequence.launched += count
@@ -164,8 +166,7 @@ class ModelExecutor:
             finishes.append(finish)
             if row is not None:
                 row.sequence.steps -= 1
-                if finish or row.sequence.finished:
-                    self._finish(sequence_id)
+                self._let_go(sequence_id, finished=finish != NONE)
         return Result(
             self.epoch,
             step.plan.plan_id,
@@ -197,16 +198,12 @@ class ModelExecutor:
         full = sequence.num_output >= sampling.max_tokens or len(sequence.tokens) >= self.description.max_model_len
         return [token], LENGTH if full else NONE
 
-    def _finish(self, sequence_id: int) -> None:
-        """Its blocks are free once no prepared step uses them."""
+    def _let_go(self, sequence_id: int, *, finished: bool = False, released: bool = False) -> None:
+        """The blocks of a sequence that is finished or released are free once no prepared step uses them."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return
-        sequence.finished = True
-        if sequence.steps == 0:
-            self._drop(sequence_id)
-
-    def _drop(self, sequence_id: int) -> None:
-        sequence = self._sequences.pop(sequence_id, None)
-        if sequence is not None:
-            self._free += sequence.blocks
+        sequence.finished |= finished
+        sequence.released |= released
+        if (sequence.finished or sequence.released) and sequence.steps == 0:
+            self._free += self._sequences.pop(sequence_id).blocks

@@ -53,17 +53,16 @@ class Planner:
         self._batching = batching
         self._room = room
         self._max_overtakes = max_overtakes
-        self.admitting = True
 
     def plan(self, executor: ExecutorState, now_s: float) -> Plan | None:
         """The next plan, booked; None when there is nothing to release, admit or advance."""
         queue = self._roster.queue(executor.description.model)
         draft = Draft(executor.max_num_batched_tokens)
         self._relieve(executor, now_s)
-        if self.admitting and self._policy.displaces and self._batching.displaces:
+        if self._policy.displaces and self._batching.displaces:
             self._displace(executor, queue, now_s)
         # Counted before the advance: a sequence that takes its last step in this plan still has its slot.
-        slots = self._batching.open_slots(executor, queue, now_s) if self.admitting else 0
+        slots = self._batching.open_slots(executor, queue, now_s)
         self._advance(executor, draft)
         self._admit(executor, queue, draft, slots, now_s)
         return self._issue(executor, draft)

@@ -198,12 +198,7 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
-    """The scheduler is about to stop: from now on nothing is admitted; what runs goes on."""
-
-
-Event = Submitted | Cancelled | Updated | ResultArrived | ExecutorJoined | ExecutorLost | PlanDue | Tick | Draining
+Event = Submitted | Cancelled | Updated | ResultArrived | ExecutorJoined | ExecutorLost | PlanDue | Tick
 
 
 # ---- effects -------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from tokenmill_scheduler.core.planner import Planner
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.records import (
     Cancelled,
-    Draining,
     Effect,
     Event,
     ExecutorJoined,
@@ -84,8 +83,6 @@ class Scheduler:
                 self._executor_lost(event, now_s)
             case Tick():
                 self._expire(now_s)
-            case Draining():
-                self._planner.admitting = False
         effects, self._roster.effects = self._roster.effects, []
         return effects
 
@@ -187,8 +184,6 @@ class Scheduler:
         live = self._roster.requests.get(request_id)
         if live is None or live.state not in QUEUED:
             return ""
-        if not self._planner.admitting:
-            return "the scheduler is shutting down"
         return self._room.wait_reason(live)
 
     @property

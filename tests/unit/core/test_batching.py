@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_scheduler.core.records import Draining
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
@@ -85,24 +84,15 @@ def test_a_preempted_member_comes_back_into_its_batch() -> None:
     assert all(world.output(r) == world.expected(r) for r in world.records)
 
 
-def test_wakeup_does_not_repeat_itself_once_a_plan_was_asked_for_after_it() -> None:
-    world = World(_STATIC, description(), description("y", model="other"))
-    world.submit(1)
+def test_wakeup_does_not_repeat_itself_once_a_plan_was_asked_for_at_that_time() -> None:
+    world = World(_STATIC, description(num_blocks=4), description("y", num_blocks=16))
+    world.submit(1, prompt=30)
     world.tick(0.5)
-    world.handle(Draining())
-    world.plan()
-    assert world.core.next_wakeup_s() is None, "asked at that time, and nothing came of it"
-
-
-def test_c45_draining_admits_nobody_and_lets_the_running_finish() -> None:
-    world = World(SchedulerConfig(max_num_seqs=1), description())
-    world.submit(1)
-    world.submit(2)
-    world.turn()
-    world.handle(Draining())
-    world.drain()
-    assert (world.state("r1"), world.state("r2")) == (State.DONE, State.WAITING)
-    assert world.core.wait_reason("r2") == "the scheduler is shutting down"
+    assert world.core.next_wakeup_s() == 1000.5
+    assert world.plan("x") is None, "it needs the larger executor"
+    assert world.core.next_wakeup_s() == 1000.5, "y was not asked yet"
+    assert world.plan("y") is not None
+    assert world.core.next_wakeup_s() is None
 
 
 @pytest.mark.parametrize("config", [SchedulerConfig(policy="lifo"), SchedulerConfig(batching="elastic")])

@@ -166,6 +166,19 @@ def test_a_preempted_sequence_is_admitted_again_only_after_its_last_plan_has_ret
     assert [(a.sequence_id, len(a.token_ids)) for a in again.admit] == [(3, 5)]
 
 
+def test_it_is_not_admitted_again_either_while_the_pipeline_has_room() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="priority"), description(pipeline_depth=4))
+    world.submit(1)
+    world.plan()
+    world.submit(2, priority=1, max_tokens=1)
+    world.plan()
+    assert world.plan() is None, "the slot is free, and the request is still being released"
+    assert world.core.wait_reason("r1") == "its blocks are being released"
+    world.drain()
+    world.check_idle()
+    assert world.output("r1") == world.expected("r1")
+
+
 def test_no_blocks_preempts_that_sequence_alone_and_is_counted() -> None:
     world = World(None, description())
     world.submit(1)
