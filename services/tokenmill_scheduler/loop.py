@@ -21,16 +21,17 @@ from typing import Protocol
 import structlog
 
 from tokenmill_scheduler.core import records as core
-from tokenmill_scheduler.core.records import Event, PlanIssued, Result, TextStop
-from tokenmill_scheduler.core.request import Request, State
+from tokenmill_scheduler.core.records import Event, PlanIssued, Result, Transitioned
+from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import ExecutorStatus, Load
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.ledger.port import LedgerUnavailable, Outcome, Record, StoredOutput, Submission
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
 from tokenmill_scheduler.pacing import StepShape
+from tokenmill_scheduler.stops import StopStrings
 from tokenmill_scheduler.streams import Feed
-from tokenmill_scheduler.text.model import TextModel, TextStream
+from tokenmill_scheduler.text.model import TextModel
 
 TICK_S = 0.1
 # A wake-up that has passed already but waits for an executor is not looked at in a busy loop.
@@ -86,7 +87,7 @@ class Loop:
         self.ticked_s = self.clock()
         self._scheduler = scheduler
         self._writer = writer
-        self._text_model = text_model
+        self._stop_strings = StopStrings(self.live, scheduler.owner, text_model)
         self._orphan_grace_s = orphan_grace_s
         self._planning = True
         self._pump_handle: asyncio.Handle | None = None
@@ -129,7 +130,7 @@ class Loop:
 
     def answered(self, drive: Drive, result: Result) -> None:
         drive.answered(result, _now())
-        self._apply(core.ResultArrived(drive.name, result, self._text_stops(drive.name, result)))
+        self._apply(core.ResultArrived(drive.name, result, self._stop_strings.judge(drive.name, result)))
         self._result_seen.set()
         # The executor may have nothing to do from here on: no waiting for the next turn of the event loop.
         self._pump()
@@ -221,6 +222,7 @@ class Loop:
 
     def _record(self, records: Sequence[Record]) -> None:
         self.live.happened(records)
+        self._log_moves(records)
         self._last_commit = commit = asyncio.get_running_loop().create_future()
         self._writer.append(records, partial(self._committed, records, commit))
 
@@ -233,6 +235,16 @@ class Loop:
         commit.set_result(None)
         if self._was_saturated:
             self._pump_soon()
+
+    def _log_moves(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if isinstance(record, Transitioned) and (record.after in TERMINAL or record.after is State.PREEMPTED):
+                self._log.info(
+                    f"request {record.after}",
+                    request_id=record.request_id,
+                    reason=record.error or record.reason or record.finish_reason,
+                    executor=record.executor,
+                )
 
     # ---- planning --------------------------------------------------------------------------------------------------------------
 
@@ -277,36 +289,6 @@ class Loop:
     def _until_wakeup(self) -> float | None:
         wakeup_s = self._scheduler.next_wakeup_s()
         return None if wakeup_s is None else wakeup_s - self.clock()
-
-    # ---- stop strings ----------------------------------------------------------------------------------------------------------
-
-    def _text_stops(self, executor: str, result: Result) -> dict[int, TextStop]:
-        """Judges the text of the requests in a result that have stop strings, before the core sees the result."""
-        stops: dict[int, TextStop] = {}
-        if not self.live.with_stop_strings:
-            return stops
-        at = 0
-        for sequence_id, count in zip(result.sequence_ids, result.num_sampled, strict=True):
-            tokens, at = result.token_ids[at : at + count], at + count
-            live = self._live_owner(executor, sequence_id) if count else None
-            if live is not None and live.request.stop:
-                stopped_after = self._text(live).feed(tokens).stopped_after
-                live.text_fed += count
-                if stopped_after is not None:
-                    stops[sequence_id] = TextStop(stopped_after)
-        return stops
-
-    def _live_owner(self, executor: str, sequence_id: int) -> LiveRequest | None:
-        request_id = self._scheduler.owner(executor, sequence_id)
-        return None if request_id is None else self.live.get(request_id)
-
-    def _text(self, live: LiveRequest) -> TextStream:
-        """The request's text so far; made again from its tokens after a restart, or when the core kept fewer than it was fed."""
-        if live.text is None or live.text_fed != len(live.feed.tokens):
-            live.text = self._text_model(live.request.model).stream_of(live.request)
-            live.text.feed(live.feed.tokens)
-            live.text_fed = len(live.feed.tokens)
-        return live.text
 
 
 def _now() -> float:

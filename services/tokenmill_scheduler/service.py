@@ -108,6 +108,8 @@ class Service:
             self._check_queue()
         # A task of its own: a request that is durable reaches the core whatever has become of its client's call.
         arrival = _Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest))))
+        # Who waits for it may be gone when it fails.
+        arrival.outcome.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._arriving[request.request_id] = arrival
         return arrival
 
