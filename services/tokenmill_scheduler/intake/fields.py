@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 from tokenmill_scheduler.intake.violations import InvalidArgument, Violations
 
+REQUEST_ID_WORDS = "must be 1 to 128 of letters, digits, '.', '_', ':' and '-'"
+TENANT_WORDS = "must be 1 to 64 of letters, digits, '.', '_' and '-'"
 MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
 MAX_REASON_CHARS = 1_000
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def is_tenant(text: str) -> bool:
+    return _TENANT.fullmatch(text) is not None
+
+
+def read_request_id(request_id: str) -> str:
+    """The id of a request that is asked about. Raises InvalidArgument for what no request can have as its id."""
+    if not is_request_id(request_id):
+        raise InvalidArgument.of("request_id", REQUEST_ID_WORDS)
+    return request_id
 
 
 def check_priority(priority: int, field: str, violations: Violations) -> None:

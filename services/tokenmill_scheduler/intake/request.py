@@ -6,7 +6,6 @@ Must not know: the ledger, streams. Everything is checked before anything is ref
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from tokenmill.inference.v1.inference_pb2 import Prompt, RequestSpec
 
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.desk import Desk, ServedModel
-from tokenmill_scheduler.intake.fields import check_priority
+from tokenmill_scheduler.intake.fields import REQUEST_ID_WORDS, TENANT_WORDS, check_priority, is_request_id, is_tenant
 from tokenmill_scheduler.intake.prompt import check_length, read_prompt
 from tokenmill_scheduler.intake.sampling import Room, read_sampling
 from tokenmill_scheduler.intake.violations import InvalidArgument, Violations
@@ -25,8 +24,6 @@ from tokenmill_scheduler.intake.violations import InvalidArgument, Violations
 MAX_TIMEOUT_S = 366 * 24 * 3600
 MAX_CACHE_SALT_CHARS = 256
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Crockford's base 32, in order of their ASCII codes: ids sort as the numbers they are written from.
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 _ID_TIME_DIGITS, _ID_RANDOM_DIGITS = 10, 16
@@ -113,10 +110,8 @@ def digest_payload(spec: RequestSpec, detached: bool) -> bytes:
 
 
 def _check_envelope(spec: RequestSpec, violations: Violations) -> None:
-    valid_id = not spec.request_id or _REQUEST_ID.fullmatch(spec.request_id) is not None
-    violations.require(valid_id, "request.request_id", "must be 1 to 128 of letters, digits, '.', '_', ':' and '-'")
-    valid_tenant = not spec.tenant or _TENANT.fullmatch(spec.tenant) is not None
-    violations.require(valid_tenant, "request.tenant", "must be 1 to 64 of letters, digits, '.', '_' and '-'")
+    violations.require(not spec.request_id or is_request_id(spec.request_id), "request.request_id", REQUEST_ID_WORDS)
+    violations.require(not spec.tenant or is_tenant(spec.tenant), "request.tenant", TENANT_WORDS)
     check_priority(spec.priority, "request.priority", violations)
     valid_timeout = not spec.HasField("timeout") or 0 < _seconds(spec.timeout) <= MAX_TIMEOUT_S
     violations.require(valid_timeout, "request.timeout", "must be above 0 and at most 366 days")

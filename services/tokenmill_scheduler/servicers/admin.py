@@ -14,7 +14,7 @@ from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, State
 from tokenmill_scheduler.desk import Desk, RequestStatus, UnknownRequest
 from tokenmill_scheduler.intake import InvalidArgument, Violations
-from tokenmill_scheduler.intake.fields import check_priority, read_reason
+from tokenmill_scheduler.intake.fields import TENANT_WORDS, check_priority, is_tenant, read_reason, read_request_id
 from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery, StoredRequest
 from tokenmill_scheduler.servicers import convert
 
@@ -48,7 +48,7 @@ class AdminServicer(AdminServiceServicer):
         return pb.ListRequestsResponse(requests=infos, next_page_token=page.next_page_token)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:
-        status = await self._desk.status(request.request_id)
+        status = await self._desk.status(read_request_id(request.request_id))
         transitions = await self._desk.transitions(request.request_id)
         return pb.GetRequestResponse(
             request=convert.request_info(status), transitions=[convert.transition(transition) for transition in transitions]
@@ -75,9 +75,8 @@ class AdminServicer(AdminServiceServicer):
         if priority is None and deadline_s is None:
             violations.add("priority", "at least one of priority and deadline must be given")
         violations.raise_any()
-        return pb.UpdateRequestResponse(
-            request=convert.request_info(await self._desk.update(request.request_id, priority, deadline_s))
-        )
+        status = await self._desk.update(read_request_id(request.request_id), priority, deadline_s)
+        return pb.UpdateRequestResponse(request=convert.request_info(status))
 
     async def ListExecutors(self, request: pb.ListExecutorsRequest, context: Any) -> pb.ListExecutorsResponse:
         return pb.ListExecutorsResponse(executors=[convert.executor(executor) for executor in self._desk.executors()])
@@ -111,8 +110,8 @@ class AdminServicer(AdminServiceServicer):
 
     async def _preview(self, request_id: str) -> pb.CancelRequestsResponse.Outcome:
         try:
-            state = (await self._desk.status(request_id)).stored.state
-        except UnknownRequest:
+            state = (await self._desk.status(read_request_id(request_id))).stored.state
+        except (UnknownRequest, InvalidArgument):
             return pb.CancelRequestsResponse.Outcome(request_id=request_id, not_found=True)
         return pb.CancelRequestsResponse.Outcome(
             request_id=request_id, state=convert.STATES[state], already_ended=state in TERMINAL
@@ -120,8 +119,8 @@ class AdminServicer(AdminServiceServicer):
 
     async def _cancel(self, request_id: str, reason: str) -> pb.CancelRequestsResponse.Outcome:
         try:
-            done = await self._desk.cancel(request_id, reason)
-        except UnknownRequest:
+            done = await self._desk.cancel(read_request_id(request_id), reason)
+        except (UnknownRequest, InvalidArgument):
             return pb.CancelRequestsResponse.Outcome(request_id=request_id, not_found=True)
         return pb.CancelRequestsResponse.Outcome(
             request_id=request_id, state=convert.STATES[done.state], already_ended=done.already_ended
@@ -139,6 +138,8 @@ def _read_filter(filter_: pb.RequestFilter, violations: Violations) -> RequestQu
             violations.add(f"filter.states[{index}]", "must be one of the states of RequestState")
         else:
             states.append(state)
+    violations.require(not filter_.tenant or is_tenant(filter_.tenant), "filter.tenant", TENANT_WORDS)
+    violations.require("\0" not in filter_.model, "filter.model", "must be the name of a model")
     return RequestQuery(
         states=tuple(dict.fromkeys(states)),
         tenant=filter_.tenant,

@@ -19,7 +19,7 @@ from tokenmill.inference.v1.types_pb2 import StreamEvent
 from tokenmill_scheduler.core.request import TERMINAL
 from tokenmill_scheduler.desk import Attachment, Desk, Ended, RequestStatus, Unavailable
 from tokenmill_scheduler.intake import Intake, Taken
-from tokenmill_scheduler.intake.fields import read_reason
+from tokenmill_scheduler.intake.fields import read_reason, read_request_id
 from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.events import EventWriter, split, wants_text, wants_token_ids
 from tokenmill_scheduler.text.stream import TextStream
@@ -57,14 +57,14 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.SubmitResponse(request_id=submitted.request_id, prompt_tokens=len(taken.request.prompt), joined=submitted.joined)
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncIterator[pb.AttachResponse]:
-        attachment = await self._desk.attach(request.request_id, request.next_index)
+        attachment = await self._desk.attach(read_request_id(request.request_id), request.next_index)
         output = request.output if request.HasField("output") else None
         async with aclosing(attachment.chunks), aclosing(self._relay(attachment, output, pb.AttachResponse)) as responses:
             async for response in responses:
                 yield response
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:
-        status = await self._desk.status(request.request_id)
+        status = await self._desk.status(read_request_id(request.request_id))
         response = pb.GetRequestResponse(request=convert.request_info(status))
         if request.include_output:
             output = await self._desk.output(request.request_id)
@@ -73,7 +73,8 @@ class InferenceServicer(InferenceServiceServicer):
         return response
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
-        cancellation = await self._desk.cancel(request.request_id, read_reason(request.reason, "cancelled by the client"))
+        reason = read_reason(request.reason, "cancelled by the client")
+        cancellation = await self._desk.cancel(read_request_id(request.request_id), reason)
         return pb.CancelResponse(state=convert.STATES[cancellation.state], already_ended=cancellation.already_ended)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:

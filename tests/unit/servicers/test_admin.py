@@ -66,6 +66,8 @@ async def test_filters_hold_together(served: Served) -> None:
         (admin.ListRequestsRequest(page_size=1001), "page_size"),
         (admin.ListRequestsRequest(page_token="nonsense"), "page_token"),
         (admin.ListRequestsRequest(filter=admin.RequestFilter(states=[types.REQUEST_STATE_UNSPECIFIED])), "filter.states[0]"),
+        (admin.ListRequestsRequest(filter=admin.RequestFilter(tenant="a\0")), "filter.tenant"),
+        (admin.ListRequestsRequest(filter=admin.RequestFilter(model="a\0")), "filter.model"),
     ],
 )
 async def test_lists_refuse_what_makes_no_sense(served: Served, request_: admin.ListRequestsRequest, field: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +12,14 @@ import grpc
 import pytest
 import structlog
 from google.rpc import error_details_pb2
+from tokenmill.admin.v1 import admin_pb2 as admin
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill_scheduler import desk
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.ledger.port import LedgerUnavailable
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor, status_of
 
-from tests.unit.servicers.calls import detail, details, events, refusal, spec
+from tests.unit.servicers.calls import detail, details, events, refusal, spec, violations
 from tests.unit.servicers.conftest import Served
 
 
@@ -114,9 +115,25 @@ async def test_health_and_reflection_pass_untouched() -> None:
 
 async def test_what_a_client_sent_comes_back_shortened(served: Served) -> None:
     """Metadata has a limit; an answer that breaks it would not arrive at all."""
-    error = await refusal(served.inference.Cancel(pb.CancelRequest(request_id="é" * 100_000)))
+    error = await refusal(served.inference.Submit(pb.SubmitRequest(request=spec(model="é" * 100_000))))
     assert error.code() is grpc.StatusCode.NOT_FOUND
-    assert detail(error, error_details_pb2.ErrorInfo).reason == "UNKNOWN_REQUEST"
+    assert detail(error, error_details_pb2.ErrorInfo).reason == "UNKNOWN_MODEL"
+
+
+@pytest.mark.parametrize("request_id", ["", "a\0b", "x" * 129, "é"])
+async def test_what_no_request_can_be_called_never_reaches_the_desk(served: Served, request_id: str) -> None:
+    served.desk.entries[request_id] = served.desk.entries.get("nobody")  # type: ignore[assignment]  # would break what reads it
+    calls: list[Awaitable[object]] = [
+        served.inference.Cancel(pb.CancelRequest(request_id=request_id)),
+        served.inference.GetRequest(pb.GetRequestRequest(request_id=request_id)),
+        served.inference.Attach(pb.AttachRequest(request_id=request_id)).read(),
+        served.admin.GetRequest(admin.GetRequestRequest(request_id=request_id)),
+        served.admin.UpdateRequest(admin.UpdateRequestRequest(request_id=request_id, priority=1)),
+    ]
+    for call in calls:
+        assert list(violations(await refusal(call))) == ["request_id"]
+    outcomes = (await served.admin.CancelRequests(admin.CancelRequestsRequest(request_ids=[request_id]))).outcomes
+    assert [outcome.not_found for outcome in outcomes] == [True]
 
 
 async def test_c55_a_refused_request_leaves_the_others_alone(served: Served) -> None:

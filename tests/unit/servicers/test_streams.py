@@ -12,6 +12,7 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill.inference.v1.types_pb2 import SamplingParams, StreamEvent
 from tokenmill_scheduler.core.request import Request, State
+from tokenmill_scheduler.desk import Attachment
 from tokenmill_scheduler.servicers.events import MAX_DELTA_TOKENS
 
 from tests.fakes.desk import FakeDesk, oracle_logprobs, oracle_token
@@ -281,6 +282,21 @@ async def test_c45_shutdown_ends_streams_as_unavailable(served: Served) -> None:
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToTimedelta().total_seconds() == 2.0
     await served.desk.until(lambda: served.desk.open_streams == 0)
+
+
+async def test_a_stream_that_ends_without_its_request_asks_the_client_to_come_again(served: Served) -> None:
+    """A client takes the end of a stream for the end of its request only when Finished says so."""
+    await served.inference.Submit(pb.SubmitRequest(request=spec(request_id="a")))
+    attachment = await served.desk.attach("a", 0)
+    await attachment.chunks.aclose()
+
+    async def attach(request_id: str, next_index: int) -> Attachment:
+        return attachment
+
+    served.desk.attach = attach  # type: ignore[method-assign]
+    call = served.inference.Attach(pb.AttachRequest(request_id="a"))
+    await next_event(call)
+    assert (await refusal(call.read())).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_attach_beyond_the_tokens_made_is_out_of_range(served: Served) -> None:
