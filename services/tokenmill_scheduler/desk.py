@@ -1,6 +1,6 @@
 """The counter between the servicers, which speak protobuf, and the loop, which owns the core: what may be asked of a scheduler.
 
-`Loop` implements `Desk`; servicers know nothing else of it. Must not know: protobuf, SQL, the plan protocol.
+`service.Service` implements `Desk`; servicers know nothing else of it. Must not know: protobuf, SQL, the plan protocol.
 """
 
 from __future__ import annotations

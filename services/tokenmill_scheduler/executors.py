@@ -113,8 +113,8 @@ class Executors:
 
     def lost(self, link: ExecutorLink, reason: str) -> None:
         drive = self._drives.pop(link)
-        level = "info" if link.leaving else "warning"
-        getattr(self._log, level)("executor lost", executor=drive.name, address=link.address, epoch=drive.epoch, reason=reason)
+        log = self._log.info if link.leaving else self._log.warning
+        log("executor lost", executor=drive.name, address=link.address, epoch=drive.epoch, reason=reason)
         self._models.lost(drive.name)
         self._loop.lost(drive, reason)
         self._changed()

@@ -93,9 +93,9 @@ class ExecutorLink:
                 return
             except (SessionLost, Refused, LedgerError, wire.ProtocolError) as trouble:
                 # The same trouble again is worth no new warning.
-                level = "debug" if str(trouble) == last_trouble else "warning"
+                log = self._log.debug if str(trouble) == last_trouble else self._log.warning
                 last_trouble = str(trouble)
-                getattr(self._log, level)("executor not driven", reason=last_trouble)
+                log("executor not driven", reason=last_trouble)
             if not self.leaving:
                 await asyncio.sleep(self._backoff.next_s())
 

@@ -90,6 +90,7 @@ class Loop:
         self._stop_strings = StopStrings(self.live, scheduler.owner, text_model)
         self._orphan_grace_s = orphan_grace_s
         self._planning = True
+        self._served_since_s: float | None = None
         self._pump_handle: asyncio.Handle | None = None
         self._pump_is_soon = False
         self._was_saturated = False
@@ -126,6 +127,8 @@ class Loop:
 
     def joined(self, drive: Drive) -> None:
         self.drives[drive.name] = drive
+        if self._served_since_s is None:
+            self._served_since_s = self.clock()
         self.handle(core.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks))
 
     def answered(self, drive: Drive, result: Result) -> None:
@@ -180,10 +183,16 @@ class Loop:
         """Until cancelled: shows that the loop lives, and cancels requests whose client never came back."""
         while True:
             self.ticked_s = self.clock()
-            if self._planning:
-                for request_id in self.live.orphans_since(self.ticked_s - self._orphan_grace_s):
-                    self.handle(core.Cancelled(request_id, "its client did not come back"))
+            for request_id in self._orphans():
+                self.handle(core.Cancelled(request_id, "its client did not come back"))
             await asyncio.sleep(TICK_S)
+
+    def _orphans(self) -> list[str]:
+        """Requests whose grace is over. It runs while clients can attach: not before the first executor has brought a model."""
+        before_s = self.ticked_s - self._orphan_grace_s
+        if not self._planning or self._served_since_s is None or self._served_since_s >= before_s:
+            return []
+        return self.live.orphans_since(before_s)
 
     def fail(self, error: BaseException) -> None:
         """Stops for good: what is in memory can no longer be trusted, what is in the ledger can."""
@@ -201,7 +210,9 @@ class Loop:
     # ---- carrying out ----------------------------------------------------------------------------------------------------------
 
     def _apply(self, event: Event) -> bool:
-        """True if a plan was issued."""
+        """True if a plan was issued. Does nothing once the loop has failed."""
+        if self.failure.done():
+            return False
         try:
             effects = self._scheduler.handle(event, self.clock())
             plans = [effect for effect in effects if isinstance(effect, PlanIssued)]

@@ -89,7 +89,8 @@ class SchedulerServer:
 
     async def stop(self) -> None:
         """Plans that are out come back and are made durable; streams are told to attach again; requests stay in the ledger."""
-        grace_s = self._settings.grace_period_s
+        # A loop that failed takes no results any more.
+        grace_s = 0.0 if self.loop.failure.done() else self._settings.grace_period_s
         self._stopping = True
         self.service.close()
         await self._health.shut_down()

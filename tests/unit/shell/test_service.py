@@ -74,6 +74,12 @@ class Shell:
         self.loop.answered(self.loop.drives["played"], self.executor.answer())
         await settle()
 
+    async def states_after_tick(self, names: str) -> list[State]:
+        ticking = asyncio.create_task(self.loop.tick())
+        await settle()
+        ticking.cancel()
+        return [(await self.service.status(name)).stored.state for name in names]
+
     async def run_out(self) -> None:
         """Steps until no plan is out."""
         while self.executor.unanswered:
@@ -228,10 +234,12 @@ async def test_no_new_plans_while_the_backlog_is_full_and_new_ones_once_it_has_d
 async def test_a_record_that_can_never_be_written_stops_the_loop(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a"))
+    before = shell.ledger.output("a")
     shell.loop.fail(LedgerConflict("a lost lease"))
     plans = len(shell.executor.plans)
     await shell.run_out()
     assert len(shell.executor.plans) == plans
+    assert shell.ledger.output("a") == before
     with pytest.raises(LedgerConflict):
         await shell.loop.failure
 
@@ -300,20 +308,17 @@ async def test_a_detached_request_needs_no_reader(shell: Shell) -> None:
 
 
 async def test_a_request_that_no_client_reads_is_cancelled_after_the_grace(shell: Shell) -> None:
-    await shell.submit(request("a", detached=False))
-    await shell.submit(request("b", detached=False))
-    await shell.submit(request("c", detached=True))
+    for name, detached in (("a", False), ("b", False), ("c", True)):
+        await shell.submit(request(name, max_tokens=1_000, detached=detached))
     await shell.service.attach("b", 0)
-    ticking = asyncio.create_task(shell.loop.tick())
-    await settle()
-    ticking.cancel()
-    assert [(await shell.service.status(name)).stored.state for name in "abc"] == [State.WAITING] * 3
     shell.clock.now_s += GRACE_S + 1
-    ticking = asyncio.create_task(shell.loop.tick())
-    await settle()
-    ticking.cancel()
-    states = [(await shell.service.status(name)).stored.state for name in "abc"]
-    assert states == [State.CANCELLED, State.WAITING, State.WAITING]
+    assert await shell.states_after_tick("abc") == [State.WAITING] * 3, "no client can have attached before a model is known"
+    await shell.join()
+    shell.clock.now_s += GRACE_S - 1
+    assert State.CANCELLED not in await shell.states_after_tick("abc")
+    shell.clock.now_s += 2
+    states = await shell.states_after_tick("abc")
+    assert [state is State.CANCELLED for state in states] == [True, False, False]
 
 
 async def test_at_shutdown_streams_say_attach_again_and_nothing_is_cancelled(shell: Shell) -> None:
