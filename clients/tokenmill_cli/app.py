@@ -35,7 +35,9 @@ class App:
 
 def console() -> Console:
     """To standard output: colours on a terminal, plain text into a pipe."""
-    return Console(highlight=False, soft_wrap=False)
+    screen = Console(highlight=False)
+    # What goes into a pipe is for a program or a file: no line of it is cut or folded to a width that nothing has.
+    return screen if screen.is_terminal else Console(highlight=False, width=1_000)
 
 
 def _store(context: click.Context, parameter: click.Parameter, value: Any) -> None:

@@ -23,9 +23,9 @@ class ExitCode(IntEnum):
 
 
 class CommandError(click.ClickException):
-    """What went wrong, in a sentence that says what to do."""
+    """What went wrong, in a sentence that says what to do. `exit_code` is an ExitCode, or that of a child process."""
 
-    def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILURE) -> None:
+    def __init__(self, message: str, exit_code: int = ExitCode.FAILURE) -> None:
         super().__init__(message)
         self.code = exit_code
 

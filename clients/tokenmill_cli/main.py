@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -47,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from tokenmill_client import TokenmillError
 
+    # As Ctrl-C does, so that what was started is stopped.
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         try:
             result = cli.main(args=argv, prog_name="tokenmill", standalone_mode=False)
@@ -57,7 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code if isinstance(error, CommandError) else error.exit_code
     except click.Abort:
         return ExitCode.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return result if isinstance(result, int) else ExitCode.OK
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 
@@ -31,10 +31,11 @@ def _plain(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> Table:
-    """Plain columns; those named in `right` hold numbers."""
+    """Plain columns; those named in `right` hold numbers. On a narrow terminal the last column folds."""
     grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        justify: JustifyMethod = "right" if column in right else "left"
+        grid.add_column(column, justify=justify, no_wrap=column != columns[-1], overflow="fold")
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
     return grid
@@ -52,11 +53,13 @@ def facts(pairs: Sequence[tuple[str, object]]) -> Table:
 
 
 def show(console: Console, grid: Table) -> None:
-    """On a terminal within its width; into a pipe as wide as the table is."""
+    """Without the spaces that fill a table's last column."""
     if console.is_terminal:
         console.print(grid)
-    else:
-        console.print(grid, width=max(80, console.measure(grid, options=console.options.update(width=1_000)).maximum))
+        return
+    with console.capture() as captured:
+        console.print(grid)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def local_time(at: datetime | None) -> str:

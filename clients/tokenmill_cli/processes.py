@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from tokenmill_cli.exits import CommandError
+from tokenmill_cli.exits import CommandError, ExitCode
 
 _START_LIMIT_S = 300.0
 # The services give running work 30 s on SIGTERM.
@@ -27,7 +27,7 @@ _NEEDS = {"tokenmill_scheduler": ("scheduler", "sqlalchemy"), "tokenmill_executo
 
 def check_installed(module: str) -> None:
     """Raises CommandError when the service's packages are missing."""
-    extra, package = _NEEDS[module]
+    extra, package = _NEEDS.get(module, ("", module))
     if importlib.util.find_spec(package) is None:
         raise CommandError(f"{module} needs packages that are not installed: pip install 'tokenmill[{extra}]'.")
 
@@ -57,8 +57,9 @@ class Service:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._on_line(line.rstrip("\n"))
+        with self._process.stdout as lines:
+            for line in lines:
+                self._on_line(line.rstrip("\n"))
 
     @property
     def pid(self) -> int:
@@ -78,7 +79,8 @@ class Service:
                 return address
             if self.exit_code is not None:
                 self._reader.join()
-                raise CommandError(f"The {self.name} ended with code {self.exit_code} before it was ready: see its log above.")
+                message = f"The {self.name} ended with code {self.exit_code} before it was ready: see its log above."
+                raise CommandError(message, self.exit_code or ExitCode.FAILURE)
             time.sleep(0.05)
         raise CommandError(f"The {self.name} was not ready within {_START_LIMIT_S:g} s: see its log above.")
 

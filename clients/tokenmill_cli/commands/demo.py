@@ -80,7 +80,9 @@ class _Stage:
     def scheduler(self, batching: str, executor: str) -> Iterator[str]:
         self._screen.print(f"Starting a scheduler, {batching} batching, {_SLOTS} slots …")
         database = f"sqlite:///{self._folder / batching}.db"
-        flags = ("--executor", executor, "--database", database, "--batching", batching, "--max-num-seqs", str(_SLOTS))
+        flags = ["--executor", executor, "--database", database, "--batching", batching, "--max-num-seqs", str(_SLOTS)]
+        # A burst takes a moment to arrive: static batching is not to start with a batch that is not full.
+        flags += ["--max-waiting-time", "1"]
         with self._running("scheduler", "tokenmill_scheduler", *flags) as address:
             with Client(address) as client:
                 client.wait_ready()

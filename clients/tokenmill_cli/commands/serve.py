@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -76,13 +75,8 @@ def all_(context: click.Context, executor_listen: str, flags: tuple[str, ...]) -
     context.exit(_run_pair([*for_executor, "--listen", executor_listen], for_scheduler))
 
 
-class _Told(BaseException):
-    """SIGTERM, as KeyboardInterrupt is SIGINT."""
-
-
 def _run_pair(for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
     """Returns the exit code of the first to fail; 0 when both end well after a signal."""
-    signal.signal(signal.SIGTERM, _tell)
     services: list[Service] = []
     with ExitStack() as stack:
         # Left in reverse order: the scheduler stops first and says goodbye to its executor.
@@ -99,15 +93,12 @@ def _run_pair(for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
             if _wait_ready(address, services):
                 _say_how_to_use(address)
                 _wait_first_end(services)
-        except (KeyboardInterrupt, _Told):
+        except (KeyboardInterrupt, SystemExit):
+            # Told to stop, by SIGINT or SIGTERM.
             pass
         ended_first = [service for service in services if service.exit_code is not None]
     codes = [service.exit_code or 0 for service in [*ended_first, *services]]
     return next((code for code in codes if code), 0)
-
-
-def _tell(number: int, frame: object) -> NoReturn:
-    raise _Told
 
 
 def _wait_ready(address: str, services: Sequence[Service]) -> bool:

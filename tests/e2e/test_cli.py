@@ -1,0 +1,134 @@
+"""The command line as a user runs it: real processes all the way."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenmill_cli.exits import ExitCode
+from tokenmill_client import Client
+
+from tests.e2e.commands import Running, tokenmill
+from tests.fakes.calls import foretold
+from tests.fakes.models import smollm2_path
+
+SIMULATED = ("--model", "simulated", "--simulated-step-ms", "2")
+ANYWHERE = ("--listen", "127.0.0.1:0", "--executor-listen", "127.0.0.1:0")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a `serve all`."""
+    folder = tmp_path_factory.mktemp("serve")
+    with Running("serve", "all", *SIMULATED, *ANYWHERE, cwd=folder) as running:
+        yield running.expect(r"tokenmill is ready at (\S+)\. ")[1]
+
+
+def test_generate_from_argument_and_standard_input(service: str) -> None:
+    done = tokenmill("generate", "--token-ids", "65 66", "-n", "10", "--seed", "1", TOKENMILL_SERVER=service)
+    assert (done.returncode, [int(word) for word in done.stdout.split()]) == (0, foretold([65, 66], 10)), done.stderr
+    done = tokenmill("--server", service, "generate", "-n", "10", "--seed", "1", "--json", stdin="AB\n")
+    document = json.loads(done.stdout)
+    with Client(service) as client:
+        prompt = client.tokenize("AB").token_ids
+    assert document["token_ids"] == foretold(prompt, 10)
+    assert document["text"] == "".join(map(chr, document["token_ids"]))
+
+
+def test_a_request_is_watched_and_cancelled_from_another_terminal(service: str) -> None:
+    with Running("--server", service, "generate", "x", "-n", "4000", "--request-id", "long") as generating:
+        with Running("--server", service, "requests", "watch", "long", "--interval", "0.1") as watching:
+            watching.expect("decode")
+            listed = json.loads(tokenmill("--server", service, "requests", "list", "--state", "decode", "--json").stdout)
+            assert [info["request_id"] for info in listed] == ["long"]
+            done = tokenmill("--server", service, "requests", "prioritize", "long", "7", "--json")
+            assert json.loads(done.stdout)["priority"] == 7
+            done = tokenmill("--server", service, "requests", "cancel", "--state", "decode", "--yes", "--reason", "enough")
+            assert (done.returncode, "long  cancelled" in re.sub(" +", "  ", done.stdout)) == (0, True), done
+            watching.expect("cancelled +enough")
+            assert watching.wait() == 0
+        assert generating.wait() == ExitCode.FAILURE
+        generating.expect(r"Error: Request long: .*")
+    life = json.loads(tokenmill("--server", service, "requests", "get", "long", "--json").stdout)
+    assert [move["after"] for move in life["transitions"]] == ["waiting", "prefill", "decode", "cancelled"]
+
+
+def test_c13_an_interrupted_generate_cancels_its_request(service: str) -> None:
+    with Running("--server", service, "generate", "x", "-n", "4000", "--request-id", "interrupted") as generating:
+        with Running("--server", service, "requests", "watch", "interrupted", "--interval", "0.1") as watching:
+            watching.expect("decode")
+            generating.signal(signal.SIGINT)
+            assert generating.wait() == ExitCode.INTERRUPTED
+            watching.expect("cancelled")
+
+
+def test_mistakes_and_what_is_missing(service: str) -> None:
+    done = tokenmill("--server", service, "generate", "x", "--temperature", "-1")
+    assert done.returncode == ExitCode.REFUSED
+    assert "sampling.temperature" in done.stderr
+    assert tokenmill("--server", service, "requests", "get", "nobody").returncode == ExitCode.NOT_FOUND
+    assert tokenmill("--server", "127.0.0.1:1", "load").returncode == ExitCode.UNAVAILABLE
+
+
+def test_operators_tables(service: str) -> None:
+    assert "simulated" in tokenmill("--server", service, "executors", "list").stdout
+    assert "continuous, fcfs" in tokenmill("--server", service, "load").stdout
+    assert json.loads(tokenmill("--server", service, "models", "list", "--json").stdout)[0]["executors"] == 1
+
+
+def test_serve_all_stops_both_and_keeps_the_database(tmp_path: Path) -> None:
+    with Running("serve", "all", *SIMULATED, *ANYWHERE, cwd=tmp_path) as running:
+        address = running.expect(r"tokenmill is ready at (\S+)\. ")[1]
+        assert tokenmill("--server", address, "generate", "x", "-n", "3", "--request-id", "kept").returncode == 0
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+        for name in ("scheduler", "executor"):
+            running.expect(rf"{name} +\| .*stopped")
+    assert tokenmill("db", "check", cwd=tmp_path).stdout == "current\n"
+    with Running("serve", "all", *SIMULATED, *ANYWHERE, cwd=tmp_path) as running:
+        address = running.expect(r"tokenmill is ready at (\S+)\. ")[1]
+        info = json.loads(tokenmill("--server", address, "requests", "get", "kept", "--json").stdout)["info"]
+        assert (info["state"], info["usage"]["output_tokens"]) == ("done", 3)
+        running.signal(signal.SIGINT)
+        assert running.wait() == 0
+
+
+def test_serve_all_ends_with_the_code_of_the_one_that_failed(tmp_path: Path) -> None:
+    done = tokenmill("serve", "all", "--model", "/no/such/model", *ANYWHERE, cwd=tmp_path)
+    assert done.returncode == ExitCode.USAGE
+    assert "/no/such/model" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = tokenmill("serve", "all", *SIMULATED, "--executor-listen", "127.0.0.1:0", "--listen", "nowhere", cwd=tmp_path)
+    assert done.returncode == ExitCode.USAGE
+    assert "scheduler | tokenmill_scheduler: --listen nowhere" in done.stderr
+
+
+def test_serve_passes_flags_and_exit_codes_through(tmp_path: Path) -> None:
+    assert "--simulated-step-ms" in tokenmill("serve", "executor", "--help").stdout
+    assert "--batching" in tokenmill("serve", "scheduler", "--help").stdout
+    done = tokenmill("serve", "scheduler", "--max-num-seqs", "none", cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (ExitCode.USAGE, False)
+
+
+def test_demo_into_a_pipe(tmp_path: Path) -> None:
+    done = tokenmill("demo", "--model", "simulated", "--requests", "6", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)
+    lines = done.stdout.splitlines()
+    # The answer is one line, as long as the model makes it.
+    assert [line for line in lines if len(line) > 80 and "Starting" in line] == []
+    assert any(re.fullmatch(r"wall time +[\d.]+ s +[\d.]+ s +[\d.]+×", line) for line in lines), done.stdout
+    assert sum(line.startswith(("static ", "continuous ")) for line in lines) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_answer_of_the_real_model(tmp_path: Path) -> None:
+    with Running("serve", "all", "--model", str(smollm2_path()), "--threads", "1", *ANYWHERE, cwd=tmp_path) as running:
+        address = running.expect(r"tokenmill is ready at (\S+)\. ")[1]
+        question = "Explain in two sentences why the sky is blue."
+        done = tokenmill("--server", address, "generate", "--chat", question, "-t", "0", "-n", "5")
+        assert (done.returncode, done.stdout) == (0, "The sky is blue because\n"), done.stderr

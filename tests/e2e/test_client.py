@@ -1,0 +1,163 @@
+"""The client against real processes: a simulated executor, a scheduler that is killed, other clients."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from tokenmill_client import AsyncClient, AsyncStream, Client, NotFound, Output, RequestCancelled, RequestExpired, RequestState
+from tokenmill_client.options import OutputForm
+
+from tests.fakes.calls import eventually, foretold
+from tests.fakes.processes import Processes, ServiceProcess
+
+STREAMS = 20
+# A stream is long enough that none ends before the scheduler dies.
+STEP_MS = "5"
+TOKENS = 300
+
+
+async def read_tokens(stream: AsyncStream, count: int) -> None:
+    while stream.output.usage.output_tokens < count:
+        await anext(stream)
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(32, 127) for _ in range(rng.randrange(1, 100))] for _ in range(STREAMS)]
+
+
+@pytest.mark.parametrize(("detached", "form"), [(False, "token_ids"), (True, "both")])
+async def test_c72_twenty_streams_survive_kill_9_of_the_scheduler(processes: Processes, detached: bool, form: OutputForm) -> None:
+    """Killed twice, in the middle of all streams."""
+    executor = processes.executor("--simulated-step-ms", STEP_MS)
+    scheduler = processes.scheduler(executor.address)
+    async with AsyncClient(scheduler.address) as client:
+        await client.wait_ready()
+        work = [
+            (prompt, client.generate(token_ids=prompt, max_tokens=TOKENS, seed=index, detached=detached, output=form))
+            for index, prompt in enumerate(prompts(1))
+        ]
+        for so_far in (10, 60):
+            await asyncio.gather(*(read_tokens(stream, so_far + index) for index, (_, stream) in enumerate(work)))
+            scheduler.kill()
+            scheduler = processes.scheduler(executor.address)
+        outputs = await asyncio.gather(*(stream.result() for _, stream in work))
+    for index, (output, (prompt, _)) in enumerate(zip(outputs, work, strict=True)):
+        assert list(output.token_ids) == foretold(prompt, TOKENS, seed=index)
+        assert output.text == ("".join(map(chr, output.token_ids)) if form == "both" else "")
+        assert output.usage.output_tokens == TOKENS
+
+
+async def test_c72_generate_that_was_never_answered_is_sent_again(processes: Processes) -> None:
+    executor = processes.executor()
+    scheduler = processes.scheduler(executor.address)
+    async with AsyncClient(scheduler.address) as client:
+        await client.wait_ready()
+        scheduler.kill()
+        reading = asyncio.create_task(client.generate(token_ids=[65], max_tokens=20, seed=3).result())
+        await asyncio.to_thread(processes.scheduler, executor.address)
+        assert list((await reading).token_ids) == foretold([65], 20, seed=3)
+
+
+async def test_c40_streams_survive_the_death_of_the_executor(processes: Processes) -> None:
+    executor = processes.executor("--simulated-step-ms", STEP_MS)
+    scheduler = processes.scheduler(executor.address)
+    async with AsyncClient(scheduler.address) as client:
+        await client.wait_ready()
+        stream = client.generate(token_ids=[66], max_tokens=100, seed=4)
+        await read_tokens(stream, 10)
+        executor.kill()
+        processes.executor("--simulated-step-ms", STEP_MS)
+        assert list((await stream.result()).token_ids) == foretold([66], 100, seed=4)
+
+
+@pytest.fixture
+def service(processes: Processes) -> ServiceProcess:
+    executor = processes.executor("--simulated-step-ms", STEP_MS)
+    return processes.scheduler(executor.address)
+
+
+async def test_c12_cancelled_by_another_client(service: ServiceProcess) -> None:
+    async with AsyncClient(service.address) as client, AsyncClient(service.address) as other:
+        await client.wait_ready()
+        stream = client.generate(token_ids=[67], max_tokens=2_000, seed=5)
+        await read_tokens(stream, 5)
+        answer = await other.cancel(stream.request_id, "enough")
+        assert (answer.state, answer.already_ended) == (RequestState.CANCELLED, False)
+        with pytest.raises(RequestCancelled) as caught:
+            await stream.result()
+        output = caught.value.output
+        assert 5 <= output.usage.output_tokens < 2_000
+        assert list(output.token_ids) == foretold([67], output.usage.output_tokens, seed=5)
+        life = await client.admin.get_request(stream.request_id)
+        assert life.info.usage == output.usage
+        assert [move.after for move in life.transitions][-1] is RequestState.CANCELLED
+        # C03
+        assert (await other.cancel(stream.request_id)).already_ended
+
+
+async def test_c13_a_dropped_stream_cancels_its_request(service: ServiceProcess) -> None:
+    async with AsyncClient(service.address) as client:
+        await client.wait_ready()
+        async with client.generate(token_ids=[68], max_tokens=2_048) as stream:
+            await read_tokens(stream, 3)
+
+        async def cancelled_and_free() -> bool:
+            info = (await client.get_request(stream.request_id)).info
+            (executor,) = await client.admin.list_executors()
+            return info.state is RequestState.CANCELLED and executor.held_blocks == 0
+
+        await eventually(cancelled_and_free)
+        load = await client.admin.get_load()
+        assert (load.num_requests_running, load.num_requests_waiting) == (0, 0)
+
+
+async def test_a_detached_request_outlives_its_client(service: ServiceProcess) -> None:
+    async with AsyncClient(service.address) as client:
+        await client.wait_ready()
+        async with client.generate(token_ids=[69], max_tokens=60, seed=6, detached=True) as stream:
+            await read_tokens(stream, 3)
+    async with AsyncClient(service.address) as client:
+        output = await client.attach(stream.request_id).result()
+        assert list(output.token_ids) == foretold([69], 60, seed=6)
+        tail = await client.attach(stream.request_id, 58).result()
+        assert list(tail.token_ids) == foretold([69], 60, seed=6)[58:]
+
+
+async def test_c39_a_request_expires_with_its_tokens_so_far(service: ServiceProcess) -> None:
+    async with AsyncClient(service.address) as client:
+        await client.wait_ready()
+        with pytest.raises(RequestExpired) as caught:
+            await client.generate(token_ids=[70], max_tokens=4_000, seed=7, timeout=0.3).result()
+        output = caught.value.output
+        assert list(output.token_ids) == foretold([70], len(output.token_ids), seed=7)
+
+
+def test_the_blocking_client(service: ServiceProcess) -> None:
+    with Client(service.address) as client:
+        client.wait_ready()
+        output: Output = client.generate("hello", max_tokens=20, seed=8).result()
+        ids = client.tokenize("hello").token_ids
+        assert list(output.token_ids) == foretold(ids, 20, seed=8)
+        submitted = client.submit(messages=[{"role": "user", "content": "hi"}], max_tokens=5)
+        assert len(client.attach(submitted.request_id).result().token_ids) == 5
+        assert [info.request_id for info in client.admin.list_requests(page_size=1)] == [submitted.request_id, output.request_id]
+        with pytest.raises(NotFound):
+            client.get_request("nobody")
+
+
+async def test_a_waiting_request_is_given_priority(processes: Processes) -> None:
+    executor = processes.executor("--simulated-step-ms", STEP_MS)
+    scheduler = processes.scheduler(executor.address, flags=("--max-num-seqs", "1", "--policy", "priority"))
+    async with AsyncClient(scheduler.address) as client:
+        await client.wait_ready()
+        running = client.generate(token_ids=[71], max_tokens=100)
+        await read_tokens(running, 1)
+        first = await client.submit(token_ids=[72], max_tokens=2)
+        second = await client.submit(token_ids=[73], max_tokens=2)
+        assert (await client.admin.update_request(second.request_id, priority=5)).priority == 5
+        await asyncio.gather(running.result(), client.attach(first.request_id).result(), client.attach(second.request_id).result())
+        ends = {info.request_id: info.finished_at async for info in client.admin.list_requests()}
+        assert ends[second.request_id] < ends[first.request_id]  # type: ignore[operator]
