@@ -57,8 +57,11 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.SubmitResponse(request_id=submitted.request_id, prompt_tokens=len(taken.request.prompt), joined=submitted.joined)
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncIterator[pb.AttachResponse]:
-        attachment = await self._desk.attach(read_request_id(request.request_id), request.next_index)
+        request_id = read_request_id(request.request_id)
         output = request.output if request.HasField("output") else None
+        if wants_text(output):
+            await self._check_model(request_id)
+        attachment = await self._desk.attach(request_id, request.next_index)
         async with aclosing(attachment.chunks), aclosing(self._relay(attachment, output, pb.AttachResponse)) as responses:
             async for response in responses:
                 yield response
@@ -121,6 +124,13 @@ class InferenceServicer(InferenceServiceServicer):
     async def _submit_and_attach(self, taken: Taken) -> Attachment:
         submitted = await self._desk.submit(taken.request, taken.payload_digest)
         return await self._desk.attach(submitted.request_id, 0)
+
+    async def _check_model(self, request_id: str) -> None:
+        """Raises Unavailable until the request's model is known, as after a restart.
+
+        To be asked before a stream is opened: closing one again would cancel a request that nobody else reads.
+        """
+        self._desk.model((await self._desk.status(request_id)).stored.request.model)
 
     async def _text_of(self, status: RequestStatus, token_ids: tuple[int, ...]) -> str:
         """As a stream would have shown it by now."""

@@ -13,6 +13,7 @@ from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill.inference.v1.types_pb2 import SamplingParams, StreamEvent
 from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.desk import Attachment
+from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.servicers.events import MAX_DELTA_TOKENS
 
 from tests.fakes.desk import FakeDesk, oracle_logprobs, oracle_token
@@ -319,6 +320,21 @@ async def test_token_ids_are_served_before_the_model_is_known_again(served: Serv
     await served.desk.until(lambda: served.desk.open_streams == 0)
     served.desk.served["tiny"] = served_model()
     assert joined(await events(served.inference.Attach(pb.AttachRequest(request_id="a"))))
+
+
+async def test_c72_a_client_that_comes_back_before_the_model_does_not_lose_its_request(served: Served) -> None:
+    """It reads alone, and its request is not detached: a stream opened and closed again would be the last one's leaving."""
+    intake = Intake(served.desk)
+    taken = await intake.take(spec(request_id="a"), detached=False)
+    await served.desk.submit(taken.request, taken.payload_digest)
+    served.desk.served.clear()
+    error = await refusal(served.inference.Attach(pb.AttachRequest(request_id="a")).read())
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    served.desk.served["tiny"] = served_model()
+    call = served.inference.Attach(pb.AttachRequest(request_id="a"))
+    await next_event(call)
+    served.desk.produce("a", 8)
+    assert (await events(call))[-1].finished.state == types.REQUEST_STATE_DONE
 
 
 async def test_c09_equal_payloads_join_and_others_are_refused(served: Served) -> None:
