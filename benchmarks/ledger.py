@@ -2,10 +2,10 @@
 
     python -m benchmarks.ledger [--seconds 5] [--database URL ...]
 
-For each database: tokens stored a second when 256 streams get a token each, commit after commit; the latency that commit-then-tell adds
-to a token (handed over → told, through LedgerWriter) at a steady 50,000 tokens a second; durable submits a second from concurrent
-submitters through LedgerWriter. With the raw fsync of the same disk at the same time, which no durable commit can beat. Writes a dated
-table to benchmarks/results/.
+For each database: tokens stored a second when 256 streams get a token each, commit after commit; the latency that
+commit-then-tell adds to a token (handed over → told, through LedgerWriter) at a steady 50,000 tokens a second; durable submits a
+second from concurrent submitters through LedgerWriter. Beside them the raw fsync of the same disk at the same time, which no
+durable commit can beat. Writes a dated table to benchmarks/results/.
 """
 
 from __future__ import annotations

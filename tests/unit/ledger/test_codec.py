@@ -32,9 +32,8 @@ def test_logprobs_come_back_and_join(left: tuple[TokenLogprobs, ...], right: tup
 
 def test_parameters_stored_before_a_field_existed_get_its_default() -> None:
     """A database outlives the release that wrote it."""
-    old = (
-        '{"sampling":{"max_tokens":5,"seed":1,"logit_bias":[],"stop_token_ids":[]},"stop":[],"include_stop":false,"cache_salt":""}'
-    )
+    sampling = '{"max_tokens":5,"seed":1,"logit_bias":[],"stop_token_ids":[]}'
+    old = f'{{"sampling":{sampling},"stop":[],"include_stop":false,"cache_salt":""}}'
     assert codec.unpack_parameters(old)["sampling"].temperature == 1.0
 
 

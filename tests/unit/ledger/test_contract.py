@@ -92,6 +92,18 @@ def test_a_life_is_told_by_its_transitions(ledger: Ledger) -> None:
     assert ledger.transitions("a")[3] == StoredTransition(State.DECODE, State.PREEMPTED, 103.0, "no blocks")
 
 
+def test_a_running_request_keeps_its_executor_until_it_stops_running(ledger: Ledger) -> None:
+    ledger.write([submission(), prefill()])
+    ledger.write([Transitioned("a", State.PREFILL, State.DECODE, 102.0)])
+    stored = ledger.find("a")
+    assert stored is not None
+    assert stored.executor == "x0"
+    ledger.write([Transitioned("a", State.DECODE, State.PREEMPTED, 103.0, executor="x0")])
+    stored = ledger.find("a")
+    assert stored is not None
+    assert stored.executor == ""
+
+
 def test_a_failure_keeps_its_words_and_tokens(ledger: Ledger) -> None:
     run_to_decode(ledger)
     failed = Transitioned("a", State.DECODE, State.FAILED, 104.0, "pool", "x0", FinishReason.ERROR, "outgrew the pool", 8)

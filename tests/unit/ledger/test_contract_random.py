@@ -86,7 +86,12 @@ def content(ledger: Ledger, draft: Draft) -> list[object]:
     return everything
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_a_database_and_the_ledger_in_memory_agree(sql_ledger: SqlLedger, data: st.DataObject) -> None:
     draft = Draft(f"example{next(_example)}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger.sql import open_ledger
 
 from tests.fakes.ledger_records import run_to_decode
 
+ROOT = Path(__file__).parents[3]
 STREAMS = 8
 STEPS_BEFORE_KILL = 100
 
@@ -44,7 +46,7 @@ def test_c72_what_was_acknowledged_survives_a_kill(url: str) -> None:
     for number in range(STREAMS):
         run_to_decode(ledger, f"r{number}")
     ledger.close()
-    process = subprocess.Popen([sys.executable, "-c", WRITER, url], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", WRITER, url], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if int(line) >= STEPS_BEFORE_KILL:
