@@ -18,6 +18,8 @@ from tests.simulation.world import World, description
 
 NAMES = ("x", "y")
 EXECUTORS = st.sampled_from(NAMES)
+# Prompt, output and priority: short ones, one-token ones, and those that outgrow the smallest pools.
+SHAPES = st.tuples(st.one_of(st.integers(1, 4), st.integers(1, 14)), st.one_of(st.just(1), st.integers(2, 9)), st.integers(0, 2))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -33,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtakes=st.integers(0, 2),
         overlap=st.booleans(),
         two=st.booleans(),
+        first=st.lists(SHAPES, min_size=3, max_size=8),
     )
     def start(
         self,
@@ -45,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtakes: int,
         overlap: bool,
         two: bool,
+        first: list[tuple[int, int, int]],
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, batching, policy, 0.5, 0.2, max_overtakes)
         shapes = [
@@ -55,15 +59,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lost: set[str] = set()
         self.stopped_early: set[str] = set()
         self.faulted = False
+        for shape in first:
+            self._submit(shape)
 
     def _name(self, name: str) -> str:
         return name if name in self.world.executors else "x"
 
     # ---- requests ----
 
-    @rule(prompt=st.integers(1, 14), max_tokens=st.integers(1, 9), priority=st.integers(0, 2), wait=st.none() | st.integers(0, 3))
-    def submit(self, prompt: int, max_tokens: int, priority: int, wait: int | None) -> None:
-        deadline_s = None if wait is None else self.world.now_s + wait
+    @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), wait=st.none() | st.integers(0, 3))
+    def submit(self, shapes: list[tuple[int, int, int]], wait: int | None) -> None:
+        for shape in shapes:
+            self._submit(shape, None if wait is None else self.world.now_s + wait)
+
+    def _submit(self, shape: tuple[int, int, int], deadline_s: float | None = None) -> None:
+        prompt, max_tokens, priority = shape
         self.world.submit(len(self.world.records) + 1, prompt, max_tokens, priority=priority, deadline_s=deadline_s)
 
     @precondition(lambda self: self.world.records)
@@ -199,6 +209,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=250, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = SchedulerMachine.TestCase
