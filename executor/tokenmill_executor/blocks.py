@@ -11,10 +11,6 @@ from tokenmill_executor.records import Blocks
 from tokenmill_executor.runner import Int32Array
 
 
-class OutOfBlocks(Exception):
-    """The pool has fewer blocks available than were asked for; nothing was taken."""
-
-
 class BlockTable:
     """The blocks of one sequence: block i holds positions i * block_size to (i + 1) * block_size - 1."""
 
@@ -70,12 +66,11 @@ class BlockPool:
         return self.blocks_for(num_tokens) - table.count <= len(self._free)
 
     def allocate(self, table: BlockTable, num_tokens: int) -> None:
-        """Makes `table` cover the first `num_tokens` positions; raises OutOfBlocks and changes nothing if it cannot."""
+        """Makes `table` cover the first `num_tokens` positions. The caller has asked `can_allocate`."""
+        assert self.can_allocate(table, num_tokens), "allocate without can_allocate"
         missing = self.blocks_for(num_tokens) - table.count
         if missing <= 0:
             return
-        if missing > len(self._free):
-            raise OutOfBlocks(f"{missing} blocks wanted, {len(self._free)} free")
         taken = self._free[-missing:][::-1]
         del self._free[-missing:]
         for block in taken:

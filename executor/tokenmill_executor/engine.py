@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from tokenmill_executor.batch import Advance, build_batch
-from tokenmill_executor.blocks import BlockPool, OutOfBlocks
+from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, StepTimes
 from tokenmill_executor.runner import Runner, SampledLogprobs, StepOutput
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
@@ -144,11 +144,13 @@ class Engine:
             detail = f"{known} tokens need {needed} blocks, there are {self._pool.num_blocks}"
             self._fail(sequence, SequenceFault.TOO_LONG, detail, faults)
             return False
-        try:
-            self._pool.allocate(sequence.table, end)
-        except OutOfBlocks as error:
-            faults.append(Fault(sequence.sequence_id, SequenceFault.NO_BLOCKS, str(error)))
+        if not self._pool.can_allocate(sequence.table, end):
+            missing = self._pool.blocks_for(end) - sequence.table.count
+            faults.append(
+                Fault(sequence.sequence_id, SequenceFault.NO_BLOCKS, f"{missing} more blocks are wanted, too few are free")
+            )
             return False
+        self._pool.allocate(sequence.table, end)
         return True
 
     def _compute(self, advances: SequenceOf[Advance]) -> list[_Part]:

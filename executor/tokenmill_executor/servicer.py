@@ -113,6 +113,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         finally:
             self._finish(session)
         log.info("session_ended", epoch=epoch, code=ending.code.name, reason=ending.detail)
+        await session.written()
         if ending.code is not grpc.StatusCode.OK:
             await context.abort(ending.code, ending.detail)
 

@@ -44,12 +44,15 @@ class Session:
         self._limits = limits
         self._pipeline_depth = pipeline_depth
         self._heartbeat_interval_s = heartbeat_interval_s
-        self._outbox: asyncio.Queue[pb.RunResponse] = asyncio.Queue()
+        # None, put there by the end, wakes the writer.
+        self._outbox: asyncio.Queue[pb.RunResponse | None] = asyncio.Queue()
+        self._writer: asyncio.Task[None] | None = None
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         # Ends the session once every plan before it is answered and the answers are written.
         self._leaving: Ending | None = None
         self._received_plan_id = 0
         self._answered_plan_id = 0
+        self._sent_plan_id = 0
         self._written_plan_id = 0
         self._begun_plan_id = 0
         self._log = log.bind(epoch=epoch)
@@ -63,6 +66,7 @@ class Session:
         """Ends it now: plans that have not begun are never carried out. The first ending counts."""
         if not self._ending.done():
             self._ending.set_result(Ending(code, detail))
+            self._outbox.put_nowait(None)
 
     def leave(self, code: grpc.StatusCode, detail: str) -> None:
         """Ends it in good order: takes no more plans, answers those it has."""
@@ -71,15 +75,24 @@ class Session:
             self._end_if_left()
 
     async def serve(self, requests: AsyncIterator[pb.RunRequest], context: Context, blocks: Blocks) -> Ending:
-        """Talks to the scheduler until the session ends. `blocks` is what the welcome tells."""
+        """Talks to the scheduler until the session ends; `blocks` is what the welcome tells. Await `written` afterwards."""
         welcome = pb.Welcome(epoch=self.epoch, blocks=encode_blocks(blocks))
         self._outbox.put_nowait(pb.RunResponse(welcome=welcome))
-        tasks = [self._start(part) for part in (self._read(requests), self._write(context), self._beat())]
+        self._writer = self._start(self._write(context))
+        tasks = [self._start(self._read(requests)), self._start(self._beat())]
         try:
             return await self._ending
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def written(self) -> None:
+        """Returns once no write is in progress, which a scheduler that does not read can hold up for long.
+
+        gRPC lets a handler send its status only then: a write that is cancelled goes on inside, and the status fails.
+        """
+        if self._writer is not None:
+            await asyncio.wait([self._writer])
 
     def _start(self, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(part)
@@ -116,7 +129,7 @@ class Session:
                 self.end(grpc.StatusCode.INVALID_ARGUMENT, "message is empty, or of a later version")
 
     def _received_plan(self, message: pb.Plan) -> None:
-        if self._received_plan_id - self._written_plan_id >= self._pipeline_depth:
+        if self._received_plan_id - self._sent_plan_id >= self._pipeline_depth:
             detail = f"plan {message.plan_id} came while {self._pipeline_depth} were unanswered, pipeline_depth is no more"
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
             return
@@ -150,16 +163,16 @@ class Session:
         self._outbox.put_nowait(encode_result(answer.result, answer.times))
 
     async def _write(self, context: Context) -> None:
-        while True:
-            response = await self._outbox.get()
-            # Counted before the write: an answer that has arrived must never find its own plan still counted.
+        while (response := await self._outbox.get()) is not None and not self.ended:
+            # Before the write: a plan that answers this result must not find it still counted as out.
             if response.HasField("result"):
-                self._written_plan_id = response.result.plan_id
+                self._sent_plan_id = response.result.plan_id
             try:
                 await context.write(response)
             except grpc.aio.BaseError:
                 self.end(grpc.StatusCode.OK, "the scheduler is gone")
                 return
+            self._written_plan_id = self._sent_plan_id
             self._end_if_left()
 
     def _end_if_left(self) -> None:

@@ -100,6 +100,11 @@ def resolve_model(model: str, environ: Mapping[str, str]) -> str:
 # ---- flags ---------------------------------------------------------------------------------------------------------------------
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)
@@ -110,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tokenmill_executor",
         description="Runs a model for a tokenmill scheduler.",
         epilog="Each flag is also an environment variable: --max-num-seqs is TOKENMILL_MAX_NUM_SEQS. A flag wins.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     for group, flags in _FLAGS.items():
@@ -130,7 +135,6 @@ def _environment_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
 
 
 def _count(text: str) -> int:
-    """argparse quotes the function's message, not its name."""
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

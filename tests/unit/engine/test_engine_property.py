@@ -125,5 +125,5 @@ class RandomPlans(RuleBasedStateMachine):
             assert self.engine.release_all() == Blocks(free=self.num_blocks, cached=0, held=0)
 
 
-RandomPlans.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+RandomPlans.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 TestC14RandomPlans = RandomPlans.TestCase
