@@ -37,21 +37,20 @@ def load_runner(
 
     Raises ModelError (a ValueError), with a sentence for the operator.
     """
-    from tokenmill_executor.model.loading import LoadSettings, load
+    from tokenmill_executor.model.loading import LoadSettings, make_runner
+    from tokenmill_executor.model.weights import load_checkpoint
 
-    return load(
-        Path(path),
-        LoadSettings(
-            dtype,
-            device,
-            max_model_len,
-            max_num_seqs,
-            max_num_batched_tokens,
-            kv_cache_memory_bytes,
-            gpu_memory_utilization,
-            threads,
-            block_size,
-            quantization,
-            kv_cache_dtype,
-        ),
+    settings = LoadSettings(
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
+        threads=threads,
+        block_size=block_size,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
+    return make_runner(load_checkpoint(path), settings)

@@ -1,10 +1,9 @@
-"""From a path and settings to a runner."""
+"""From a checkpoint and settings to a runner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, l
 from tokenmill_executor.model.port import Model
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
-from tokenmill_executor.model.weights import Checkpoint, load_checkpoint
+from tokenmill_executor.model.weights import Checkpoint
 from tokenmill_executor.runner import RunnerDescription
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,22 +24,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LoadSettings:
     """See `tokenmill_executor.model.load_runner`."""
 
-    dtype: str
-    device: str
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_cache_memory_bytes: int | None
-    gpu_memory_utilization: float
-    threads: int | None
-    block_size: int
-    quantization: str | None
-    kv_cache_dtype: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    threads: int | None = None
+    block_size: int = 16
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
 
-def load(path: Path, settings: LoadSettings) -> TorchRunner:
+def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
     """Raises ModelError."""
-    device, checkpoint = _device(settings.device), load_checkpoint(path)
+    device = _device(settings.device)
     dtype, max_model_len = _dtype(settings, device), _max_model_len(settings.max_model_len, checkpoint.config)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -92,9 +91,7 @@ def _device(name: str) -> torch.device:
 def _dtype(settings: LoadSettings, device: torch.device) -> torch.dtype:
     name, quantizes = settings.dtype, settings.quantization is not None or settings.kv_cache_dtype == "int8"
     if quantizes and (device.type != "cpu" or name == "float32"):
-        raise ModelError(
-            "int8 weights and caches are for a CPU in bfloat16; choose the device cpu and the dtype bfloat16."
-        )
+        raise ModelError("int8 weights and caches are for a CPU in bfloat16; choose the device cpu and the dtype bfloat16.")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or quantizes else torch.float32
     if name not in DTYPES:
