@@ -35,6 +35,14 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Lane(StrEnum):
+    """Quality of service: real-time runs before standard, standard before batch."""
+
+    REAL_TIME = "real_time"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int = 0
@@ -155,6 +163,8 @@ class RequestInfo:
     detached: bool
     wait_reason: str
     executor: str
+    lane: Lane
+    retry_of: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +235,8 @@ class Executor:
     steps: int
     idle_share: float
     joined_at: datetime | None
+    draining: bool
+    scheduler: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +258,4 @@ class Load:
     ledger_backlog: int
     batching: str
     policy: str
+    queue_paused: bool

@@ -61,6 +61,13 @@ def _state(number: types_pb2.RequestState.ValueType) -> records.RequestState:
         ) from None
 
 
+def _lane(number: types_pb2.Lane.ValueType) -> records.Lane:
+    """Standard when the server names none, or one that this client does not know."""
+    if number == types_pb2.LANE_UNSPECIFIED or number not in types_pb2.Lane.values():
+        return records.Lane.STANDARD
+    return records.Lane[types_pb2.Lane.Name(number).removeprefix("LANE_")]
+
+
 def _finish_reason(number: types_pb2.FinishReason.ValueType) -> records.FinishReason | None:
     """None while there is none; a reason that this client does not know reads as ERROR."""
     if number == types_pb2.FINISH_REASON_UNSPECIFIED:
@@ -100,6 +107,7 @@ def request_info(info: types_pb2.RequestInfo) -> records.RequestInfo:
         "state": _state(info.state),
         "finish_reason": _finish_reason(info.finish_reason),
         "usage": _usage(info.usage),
+        "lane": _lane(info.lane),
     }
     return records.RequestInfo(**{**_fields(info), **converted, **times})
 

@@ -22,49 +22,76 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from tokenmill.inference.v1 import types_pb2 as tokenmill_dot_inference_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etokenmill/admin/v1/admin.proto\x12\x12tokenmill.admin.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"tokenmill/inference/v1/types.proto\"\xbc\x01\n\rRequestFilter\x12\x34\n\x06states\x18\x01 \x03(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x19\n\x0cmin_priority\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x19\n\x0cmax_priority\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\r\n\x05model\x18\x05 \x01(\tB\x0f\n\r_min_priorityB\x0f\n\r_max_priority\"\x85\x01\n\x13ListRequestsRequest\x12\x31\n\x06\x66ilter\x18\x01 \x01(\x0b\x32!.tokenmill.admin.v1.RequestFilter\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x14\n\x0coldest_first\x18\x04 \x01(\x08\"f\n\x14ListRequestsResponse\x12\x35\n\x08requests\x18\x01 \x03(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb6\x01\n\nTransition\x12\x38\n\nfrom_state\x18\x01 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x36\n\x08to_state\x18\x02 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12&\n\x02\x61t\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x7f\n\x12GetRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x33\n\x0btransitions\x18\x02 \x03(\x0b\x32\x1e.tokenmill.admin.v1.Transition\"\x80\x01\n\x15\x43\x61ncelRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x31\n\x06\x66ilter\x18\x02 \x01(\x0b\x32!.tokenmill.admin.v1.RequestFilter\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"\xdc\x01\n\x16\x43\x61ncelRequestsResponse\x12\x44\n\x08outcomes\x18\x01 \x03(\x0b\x32\x32.tokenmill.admin.v1.CancelRequestsResponse.Outcome\x1a|\n\x07Outcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x15\n\ralready_ended\x18\x03 \x01(\x08\x12\x11\n\tnot_found\x18\x04 \x01(\x08\"|\n\x14UpdateRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\x08priority\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12,\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x0b\n\t_priority\"M\n\x15UpdateRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\"\x16\n\x14ListExecutorsRequest\"\xb8\x02\n\x08\x45xecutor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x13\n\x0bheld_blocks\x18\n \x01(\r\x12\x15\n\rcached_blocks\x18\x0b \x01(\r\x12\x0f\n\x07running\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\x04\x12\x12\n\nidle_share\x18\x0e \x01(\x02\x12-\n\tjoined_at\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"H\n\x15ListExecutorsResponse\x12/\n\texecutors\x18\x01 \x03(\x0b\x32\x1c.tokenmill.admin.v1.Executor\"\x10\n\x0eGetLoadRequest\"\xea\x02\n\x0fGetLoadResponse\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x05 \x01(\x02\x12\x17\n\x0f\x62\x61tch_occupancy\x18\x06 \x01(\x02\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\routput_tokens\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\r\n\x05steps\x18\n \x01(\x04\x12\x15\n\rstale_results\x18\x0b \x01(\x04\x12\x11\n\tno_blocks\x18\x0c \x01(\x04\x12\x16\n\x0eledger_backlog\x18\r \x01(\r\x12\x10\n\x08\x62\x61tching\x18\x0e \x01(\t\x12\x0e\n\x06policy\x18\x0f \x01(\t2\xd7\x04\n\x0c\x41\x64minService\x12\x61\n\x0cListRequests\x12\'.tokenmill.admin.v1.ListRequestsRequest\x1a(.tokenmill.admin.v1.ListRequestsResponse\x12[\n\nGetRequest\x12%.tokenmill.admin.v1.GetRequestRequest\x1a&.tokenmill.admin.v1.GetRequestResponse\x12g\n\x0e\x43\x61ncelRequests\x12).tokenmill.admin.v1.CancelRequestsRequest\x1a*.tokenmill.admin.v1.CancelRequestsResponse\x12\x64\n\rUpdateRequest\x12(.tokenmill.admin.v1.UpdateRequestRequest\x1a).tokenmill.admin.v1.UpdateRequestResponse\x12\x64\n\rListExecutors\x12(.tokenmill.admin.v1.ListExecutorsRequest\x1a).tokenmill.admin.v1.ListExecutorsResponse\x12R\n\x07GetLoad\x12\".tokenmill.admin.v1.GetLoadRequest\x1a#.tokenmill.admin.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etokenmill/admin/v1/admin.proto\x12\x12tokenmill.admin.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"tokenmill/inference/v1/types.proto\"\x95\x02\n\rRequestFilter\x12\x34\n\x06states\x18\x01 \x03(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x19\n\x0cmin_priority\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x19\n\x0cmax_priority\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\r\n\x05model\x18\x05 \x01(\t\x12+\n\x05lanes\x18\x06 \x03(\x0e\x32\x1c.tokenmill.inference.v1.Lane\x12*\n\x07min_age\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_min_priorityB\x0f\n\r_max_priority\"\x9a\x01\n\x13ListRequestsRequest\x12\x31\n\x06\x66ilter\x18\x01 \x01(\x0b\x32!.tokenmill.admin.v1.RequestFilter\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x14\n\x0coldest_first\x18\x04 \x01(\x08\x12\x13\n\x0b\x62y_priority\x18\x05 \x01(\x08\"f\n\x14ListRequestsResponse\x12\x35\n\x08requests\x18\x01 \x03(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb6\x01\n\nTransition\x12\x38\n\nfrom_state\x18\x01 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x36\n\x08to_state\x18\x02 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12&\n\x02\x61t\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x7f\n\x12GetRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x33\n\x0btransitions\x18\x02 \x03(\x0b\x32\x1e.tokenmill.admin.v1.Transition\"\x80\x01\n\x15\x43\x61ncelRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x31\n\x06\x66ilter\x18\x02 \x01(\x0b\x32!.tokenmill.admin.v1.RequestFilter\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"\xdc\x01\n\x16\x43\x61ncelRequestsResponse\x12\x44\n\x08outcomes\x18\x01 \x03(\x0b\x32\x32.tokenmill.admin.v1.CancelRequestsResponse.Outcome\x1a|\n\x07Outcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x33\n\x05state\x18\x02 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x15\n\ralready_ended\x18\x03 \x01(\x08\x12\x11\n\tnot_found\x18\x04 \x01(\x08\"\x8c\x01\n\x14UpdateRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\x08priority\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12,\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x04 \x01(\tB\x0b\n\t_priority\"M\n\x15UpdateRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\"\x16\n\x14ListExecutorsRequest\"\xdd\x02\n\x08\x45xecutor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x13\n\x0bheld_blocks\x18\n \x01(\r\x12\x15\n\rcached_blocks\x18\x0b \x01(\r\x12\x0f\n\x07running\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\x04\x12\x12\n\nidle_share\x18\x0e \x01(\x02\x12-\n\tjoined_at\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x64raining\x18\x10 \x01(\x08\x12\x11\n\tscheduler\x18\x11 \x01(\t\"H\n\x15ListExecutorsResponse\x12/\n\texecutors\x18\x01 \x03(\x0b\x32\x1c.tokenmill.admin.v1.Executor\"\x10\n\x0eGetLoadRequest\"\x80\x03\n\x0fGetLoadResponse\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x05 \x01(\x02\x12\x17\n\x0f\x62\x61tch_occupancy\x18\x06 \x01(\x02\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x15\n\routput_tokens\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\r\n\x05steps\x18\n \x01(\x04\x12\x15\n\rstale_results\x18\x0b \x01(\x04\x12\x11\n\tno_blocks\x18\x0c \x01(\x04\x12\x16\n\x0eledger_backlog\x18\r \x01(\r\x12\x10\n\x08\x62\x61tching\x18\x0e \x01(\t\x12\x0e\n\x06policy\x18\x0f \x01(\t\x12\x14\n\x0cqueue_paused\x18\x10 \x01(\x08\"#\n\x11PauseQueueRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\'\n\x12PauseQueueResponse\x12\x11\n\tunchanged\x18\x01 \x01(\x08\"$\n\x12ResumeQueueRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"(\n\x13ResumeQueueResponse\x12\x11\n\tunchanged\x18\x01 \x01(\x08\"9\n\x13RetryRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"*\n\x14RetryRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"4\n\x14\x44rainExecutorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"G\n\x15\x44rainExecutorResponse\x12.\n\x08\x65xecutor\x18\x01 \x01(\x0b\x32\x1c.tokenmill.admin.v1.Executor\"6\n\x16UndrainExecutorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"I\n\x17UndrainExecutorResponse\x12.\n\x08\x65xecutor\x18\x01 \x01(\x0b\x32\x1c.tokenmill.admin.v1.Executor\"}\n\x06\x41\x63tion\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\x12\x0c\n\x04verb\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"K\n\x12ListActionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\"[\n\x13ListActionsResponse\x12+\n\x07\x61\x63tions\x18\x01 \x03(\x0b\x32\x1a.tokenmill.admin.v1.Action\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xa9\t\n\x0c\x41\x64minService\x12\x61\n\x0cListRequests\x12\'.tokenmill.admin.v1.ListRequestsRequest\x1a(.tokenmill.admin.v1.ListRequestsResponse\x12[\n\nGetRequest\x12%.tokenmill.admin.v1.GetRequestRequest\x1a&.tokenmill.admin.v1.GetRequestResponse\x12g\n\x0e\x43\x61ncelRequests\x12).tokenmill.admin.v1.CancelRequestsRequest\x1a*.tokenmill.admin.v1.CancelRequestsResponse\x12\x64\n\rUpdateRequest\x12(.tokenmill.admin.v1.UpdateRequestRequest\x1a).tokenmill.admin.v1.UpdateRequestResponse\x12\x64\n\rListExecutors\x12(.tokenmill.admin.v1.ListExecutorsRequest\x1a).tokenmill.admin.v1.ListExecutorsResponse\x12R\n\x07GetLoad\x12\".tokenmill.admin.v1.GetLoadRequest\x1a#.tokenmill.admin.v1.GetLoadResponse\x12[\n\nPauseQueue\x12%.tokenmill.admin.v1.PauseQueueRequest\x1a&.tokenmill.admin.v1.PauseQueueResponse\x12^\n\x0bResumeQueue\x12&.tokenmill.admin.v1.ResumeQueueRequest\x1a\'.tokenmill.admin.v1.ResumeQueueResponse\x12\x61\n\x0cRetryRequest\x12\'.tokenmill.admin.v1.RetryRequestRequest\x1a(.tokenmill.admin.v1.RetryRequestResponse\x12\x64\n\rDrainExecutor\x12(.tokenmill.admin.v1.DrainExecutorRequest\x1a).tokenmill.admin.v1.DrainExecutorResponse\x12j\n\x0fUndrainExecutor\x12*.tokenmill.admin.v1.UndrainExecutorRequest\x1a+.tokenmill.admin.v1.UndrainExecutorResponse\x12^\n\x0bListActions\x12&.tokenmill.admin.v1.ListActionsRequest\x1a\'.tokenmill.admin.v1.ListActionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenmill.admin.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUESTFILTER']._serialized_start=124
-  _globals['_REQUESTFILTER']._serialized_end=312
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=315
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=448
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=450
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=552
-  _globals['_GETREQUESTREQUEST']._serialized_start=554
-  _globals['_GETREQUESTREQUEST']._serialized_end=593
-  _globals['_TRANSITION']._serialized_start=596
-  _globals['_TRANSITION']._serialized_end=778
-  _globals['_GETREQUESTRESPONSE']._serialized_start=780
-  _globals['_GETREQUESTRESPONSE']._serialized_end=907
-  _globals['_CANCELREQUESTSREQUEST']._serialized_start=910
-  _globals['_CANCELREQUESTSREQUEST']._serialized_end=1038
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=1041
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=1261
-  _globals['_CANCELREQUESTSRESPONSE_OUTCOME']._serialized_start=1137
-  _globals['_CANCELREQUESTSRESPONSE_OUTCOME']._serialized_end=1261
-  _globals['_UPDATEREQUESTREQUEST']._serialized_start=1263
-  _globals['_UPDATEREQUESTREQUEST']._serialized_end=1387
-  _globals['_UPDATEREQUESTRESPONSE']._serialized_start=1389
-  _globals['_UPDATEREQUESTRESPONSE']._serialized_end=1466
-  _globals['_LISTEXECUTORSREQUEST']._serialized_start=1468
-  _globals['_LISTEXECUTORSREQUEST']._serialized_end=1490
-  _globals['_EXECUTOR']._serialized_start=1493
-  _globals['_EXECUTOR']._serialized_end=1805
-  _globals['_LISTEXECUTORSRESPONSE']._serialized_start=1807
-  _globals['_LISTEXECUTORSRESPONSE']._serialized_end=1879
-  _globals['_GETLOADREQUEST']._serialized_start=1881
-  _globals['_GETLOADREQUEST']._serialized_end=1897
-  _globals['_GETLOADRESPONSE']._serialized_start=1900
-  _globals['_GETLOADRESPONSE']._serialized_end=2262
-  _globals['_ADMINSERVICE']._serialized_start=2265
-  _globals['_ADMINSERVICE']._serialized_end=2864
+  _globals['_REQUESTFILTER']._serialized_start=156
+  _globals['_REQUESTFILTER']._serialized_end=433
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=436
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=590
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=592
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=694
+  _globals['_GETREQUESTREQUEST']._serialized_start=696
+  _globals['_GETREQUESTREQUEST']._serialized_end=735
+  _globals['_TRANSITION']._serialized_start=738
+  _globals['_TRANSITION']._serialized_end=920
+  _globals['_GETREQUESTRESPONSE']._serialized_start=922
+  _globals['_GETREQUESTRESPONSE']._serialized_end=1049
+  _globals['_CANCELREQUESTSREQUEST']._serialized_start=1052
+  _globals['_CANCELREQUESTSREQUEST']._serialized_end=1180
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=1183
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=1403
+  _globals['_CANCELREQUESTSRESPONSE_OUTCOME']._serialized_start=1279
+  _globals['_CANCELREQUESTSRESPONSE_OUTCOME']._serialized_end=1403
+  _globals['_UPDATEREQUESTREQUEST']._serialized_start=1406
+  _globals['_UPDATEREQUESTREQUEST']._serialized_end=1546
+  _globals['_UPDATEREQUESTRESPONSE']._serialized_start=1548
+  _globals['_UPDATEREQUESTRESPONSE']._serialized_end=1625
+  _globals['_LISTEXECUTORSREQUEST']._serialized_start=1627
+  _globals['_LISTEXECUTORSREQUEST']._serialized_end=1649
+  _globals['_EXECUTOR']._serialized_start=1652
+  _globals['_EXECUTOR']._serialized_end=2001
+  _globals['_LISTEXECUTORSRESPONSE']._serialized_start=2003
+  _globals['_LISTEXECUTORSRESPONSE']._serialized_end=2075
+  _globals['_GETLOADREQUEST']._serialized_start=2077
+  _globals['_GETLOADREQUEST']._serialized_end=2093
+  _globals['_GETLOADRESPONSE']._serialized_start=2096
+  _globals['_GETLOADRESPONSE']._serialized_end=2480
+  _globals['_PAUSEQUEUEREQUEST']._serialized_start=2482
+  _globals['_PAUSEQUEUEREQUEST']._serialized_end=2517
+  _globals['_PAUSEQUEUERESPONSE']._serialized_start=2519
+  _globals['_PAUSEQUEUERESPONSE']._serialized_end=2558
+  _globals['_RESUMEQUEUEREQUEST']._serialized_start=2560
+  _globals['_RESUMEQUEUEREQUEST']._serialized_end=2596
+  _globals['_RESUMEQUEUERESPONSE']._serialized_start=2598
+  _globals['_RESUMEQUEUERESPONSE']._serialized_end=2638
+  _globals['_RETRYREQUESTREQUEST']._serialized_start=2640
+  _globals['_RETRYREQUESTREQUEST']._serialized_end=2697
+  _globals['_RETRYREQUESTRESPONSE']._serialized_start=2699
+  _globals['_RETRYREQUESTRESPONSE']._serialized_end=2741
+  _globals['_DRAINEXECUTORREQUEST']._serialized_start=2743
+  _globals['_DRAINEXECUTORREQUEST']._serialized_end=2795
+  _globals['_DRAINEXECUTORRESPONSE']._serialized_start=2797
+  _globals['_DRAINEXECUTORRESPONSE']._serialized_end=2868
+  _globals['_UNDRAINEXECUTORREQUEST']._serialized_start=2870
+  _globals['_UNDRAINEXECUTORREQUEST']._serialized_end=2924
+  _globals['_UNDRAINEXECUTORRESPONSE']._serialized_start=2926
+  _globals['_UNDRAINEXECUTORRESPONSE']._serialized_end=2999
+  _globals['_ACTION']._serialized_start=3001
+  _globals['_ACTION']._serialized_end=3126
+  _globals['_LISTACTIONSREQUEST']._serialized_start=3128
+  _globals['_LISTACTIONSREQUEST']._serialized_end=3203
+  _globals['_LISTACTIONSRESPONSE']._serialized_start=3205
+  _globals['_LISTACTIONSRESPONSE']._serialized_end=3296
+  _globals['_ADMINSERVICE']._serialized_start=3299
+  _globals['_ADMINSERVICE']._serialized_end=4492
 # @@protoc_insertion_point(module_scope)

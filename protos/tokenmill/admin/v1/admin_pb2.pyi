@@ -5,6 +5,7 @@ What operators call."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -31,12 +32,20 @@ class RequestFilter(_message.Message):
     MIN_PRIORITY_FIELD_NUMBER: _builtins.int
     MAX_PRIORITY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    MIN_AGE_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     min_priority: _builtins.int
     max_priority: _builtins.int
     model: _builtins.str
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.RequestState.ValueType]: ...
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Lane.ValueType]: ...
+    @_builtins.property
+    def min_age(self) -> _duration_pb2.Duration:
+        """Accepted at least this long ago."""
+
     def __init__(
         self,
         *,
@@ -45,10 +54,12 @@ class RequestFilter(_message.Message):
         min_priority: _builtins.int | None = ...,
         max_priority: _builtins.int | None = ...,
         model: _builtins.str = ...,
+        lanes: _abc.Iterable[_types_pb2.Lane.ValueType] | None = ...,
+        min_age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority", "_min_priority", b"_min_priority", "max_priority", b"max_priority", "min_priority", b"min_priority"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority", "_min_priority", b"_min_priority", "max_priority", b"max_priority", "min_age", b"min_age", "min_priority", b"min_priority"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority", "_min_priority", b"_min_priority", "max_priority", b"max_priority", "min_priority", b"min_priority", "model", b"model", "states", b"states", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority", "_min_priority", b"_min_priority", "lanes", b"lanes", "max_priority", b"max_priority", "min_age", b"min_age", "min_priority", b"min_priority", "model", b"model", "states", b"states", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_priority: _TypeAlias = _typing.Literal["max_priority"]  # noqa: Y015
     _WhichOneofArgType__max_priority: _TypeAlias = _typing.Literal["_max_priority", b"_max_priority"]  # noqa: Y015
@@ -69,12 +80,15 @@ class ListRequestsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     OLDEST_FIRST_FIELD_NUMBER: _builtins.int
+    BY_PRIORITY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """1 to 1,000; default 100."""
     page_token: _builtins.str
     """`next_page_token` of the page before; empty for the first."""
     oldest_first: _builtins.bool
     """Newest first unless set."""
+    by_priority: _builtins.bool
+    """Highest priority first; ties by arrival, as `oldest_first` says."""
     @_builtins.property
     def filter(self) -> Global___RequestFilter: ...
     def __init__(
@@ -84,10 +98,11 @@ class ListRequestsRequest(_message.Message):
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         oldest_first: _builtins.bool = ...,
+        by_priority: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "oldest_first", b"oldest_first", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_priority", b"by_priority", "filter", b"filter", "oldest_first", b"oldest_first", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,8 +293,10 @@ class UpdateRequestRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     priority: _builtins.int
+    reason: _builtins.str
     @_builtins.property
     def deadline(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -288,10 +305,11 @@ class UpdateRequestRequest(_message.Message):
         request_id: _builtins.str = ...,
         priority: _builtins.int | None = ...,
         deadline: _timestamp_pb2.Timestamp | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "deadline", b"deadline", "priority", b"priority"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "deadline", b"deadline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "deadline", b"deadline", "priority", b"priority", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -353,6 +371,8 @@ class Executor(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     IDLE_SHARE_FIELD_NUMBER: _builtins.int
     JOINED_AT_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    SCHEDULER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     model: _builtins.str
@@ -368,6 +388,9 @@ class Executor(_message.Message):
     steps: _builtins.int
     idle_share: _builtins.float
     """Share of the time, since it joined, that it waited for a plan while work waited."""
+    draining: _builtins.bool
+    scheduler: _builtins.str
+    """The scheduler that drives it."""
     @_builtins.property
     def joined_at(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -388,10 +411,12 @@ class Executor(_message.Message):
         steps: _builtins.int = ...,
         idle_share: _builtins.float = ...,
         joined_at: _timestamp_pb2.Timestamp | None = ...,
+        draining: _builtins.bool = ...,
+        scheduler: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["joined_at", b"joined_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "connected", b"connected", "device", b"device", "epoch", b"epoch", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "idle_share", b"idle_share", "joined_at", b"joined_at", "model", b"model", "name", b"name", "running", b"running", "steps", b"steps", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "connected", b"connected", "device", b"device", "draining", b"draining", "epoch", b"epoch", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "idle_share", b"idle_share", "joined_at", b"joined_at", "model", b"model", "name", b"name", "running", b"running", "scheduler", b"scheduler", "steps", b"steps", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,6 +476,7 @@ class GetLoadResponse(_message.Message):
     LEDGER_BACKLOG_FIELD_NUMBER: _builtins.int
     BATCHING_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    QUEUE_PAUSED_FIELD_NUMBER: _builtins.int
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
     max_num_seqs: _builtins.int
@@ -469,6 +495,7 @@ class GetLoadResponse(_message.Message):
     """Records waiting to be made durable."""
     batching: _builtins.str
     policy: _builtins.str
+    queue_paused: _builtins.bool
     def __init__(
         self,
         *,
@@ -487,11 +514,307 @@ class GetLoadResponse(_message.Message):
         ledger_backlog: _builtins.int = ...,
         batching: _builtins.str = ...,
         policy: _builtins.str = ...,
+        queue_paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batching", b"batching", "kv_cache_usage", b"kv_cache_usage", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "policy", b"policy", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "stale_results", b"stale_results", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batching", b"batching", "kv_cache_usage", b"kv_cache_usage", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "policy", b"policy", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queue_paused", b"queue_paused", "stale_results", b"stale_results", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class PauseQueueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseQueueRequest: _TypeAlias = PauseQueueRequest  # noqa: Y015
+
+@_typing.final
+class PauseQueueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNCHANGED_FIELD_NUMBER: _builtins.int
+    unchanged: _builtins.bool
+    """It was paused before this call."""
+    def __init__(
+        self,
+        *,
+        unchanged: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unchanged", b"unchanged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseQueueResponse: _TypeAlias = PauseQueueResponse  # noqa: Y015
+
+@_typing.final
+class ResumeQueueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeQueueRequest: _TypeAlias = ResumeQueueRequest  # noqa: Y015
+
+@_typing.final
+class ResumeQueueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNCHANGED_FIELD_NUMBER: _builtins.int
+    unchanged: _builtins.bool
+    """It was not paused before this call."""
+    def __init__(
+        self,
+        *,
+        unchanged: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unchanged", b"unchanged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeQueueResponse: _TypeAlias = ResumeQueueResponse  # noqa: Y015
+
+@_typing.final
+class RetryRequestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryRequestRequest: _TypeAlias = RetryRequestRequest  # noqa: Y015
+
+@_typing.final
+class RetryRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The new request's."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryRequestResponse: _TypeAlias = RetryRequestResponse  # noqa: Y015
+
+@_typing.final
+class DrainExecutorRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainExecutorRequest: _TypeAlias = DrainExecutorRequest  # noqa: Y015
+
+@_typing.final
+class DrainExecutorResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def executor(self) -> Global___Executor: ...
+    def __init__(
+        self,
+        *,
+        executor: Global___Executor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainExecutorResponse: _TypeAlias = DrainExecutorResponse  # noqa: Y015
+
+@_typing.final
+class UndrainExecutorRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainExecutorRequest: _TypeAlias = UndrainExecutorRequest  # noqa: Y015
+
+@_typing.final
+class UndrainExecutorResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def executor(self) -> Global___Executor: ...
+    def __init__(
+        self,
+        *,
+        executor: Global___Executor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainExecutorResponse: _TypeAlias = UndrainExecutorResponse  # noqa: Y015
+
+@_typing.final
+class Action(_message.Message):
+    """One thing an operator did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    VERB_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    actor: _builtins.str
+    """Whom the token named; "anonymous" without one."""
+    verb: _builtins.str
+    """"cancel", "update", "pause_queue", "resume_queue", "retry", "drain_executor", "undrain_executor"."""
+    target: _builtins.str
+    """A request id, or an executor's name, or empty."""
+    reason: _builtins.str
+    detail: _builtins.str
+    """What changed, e.g. "priority 0 → 10"."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        actor: _builtins.str = ...,
+        verb: _builtins.str = ...,
+        target: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "at", b"at", "detail", b"detail", "reason", b"reason", "target", b"target", "verb", b"verb"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Action: _TypeAlias = Action  # noqa: Y015
+
+@_typing.final
+class ListActionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """1 to 1,000; default 100."""
+    page_token: _builtins.str
+    target: _builtins.str
+    """Only those on this request or executor; empty: all."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        target: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListActionsRequest: _TypeAlias = ListActionsRequest  # noqa: Y015
+
+@_typing.final
+class ListActionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def actions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Action]: ...
+    def __init__(
+        self,
+        *,
+        actions: _abc.Iterable[Global___Action] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListActionsResponse: _TypeAlias = ListActionsResponse  # noqa: Y015

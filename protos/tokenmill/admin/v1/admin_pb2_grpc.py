@@ -64,6 +64,36 @@ class AdminServiceStub:
                 request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.PauseQueue = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/PauseQueue',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.PauseQueueRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.PauseQueueResponse.FromString,
+                _registered_method=True)
+        self.ResumeQueue = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/ResumeQueue',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResumeQueueRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResumeQueueResponse.FromString,
+                _registered_method=True)
+        self.RetryRequest = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/RetryRequest',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.RetryRequestRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.RetryRequestResponse.FromString,
+                _registered_method=True)
+        self.DrainExecutor = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/DrainExecutor',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.DrainExecutorRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.DrainExecutorResponse.FromString,
+                _registered_method=True)
+        self.UndrainExecutor = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/UndrainExecutor',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorResponse.FromString,
+                _registered_method=True)
+        self.ListActions = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/ListActions',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ListActionsRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ListActionsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -108,6 +138,46 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseQueue(self, request, context):
+        """Stops admissions: running requests go on, new ones are accepted and wait. Survives a restart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeQueue(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetryRequest(self, request, context):
+        """Submits a FAILED request again, as a new request that names it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainExecutor(self, request, context):
+        """Moves the work off one executor, without a failed request, and gives it none until it is undrained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainExecutor(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListActions(self, request, context):
+        """What operators did: newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -140,6 +210,36 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetLoadRequest.FromString,
                     response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'PauseQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseQueue,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.PauseQueueRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.PauseQueueResponse.SerializeToString,
+            ),
+            'ResumeQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeQueue,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResumeQueueRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResumeQueueResponse.SerializeToString,
+            ),
+            'RetryRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryRequest,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.RetryRequestRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.RetryRequestResponse.SerializeToString,
+            ),
+            'DrainExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainExecutor,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.DrainExecutorRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.DrainExecutorResponse.SerializeToString,
+            ),
+            'UndrainExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainExecutor,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorResponse.SerializeToString,
+            ),
+            'ListActions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListActions,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ListActionsRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ListActionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +404,168 @@ class AdminService:
             '/tokenmill.admin.v1.AdminService/GetLoad',
             tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetLoadRequest.SerializeToString,
             tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/PauseQueue',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.PauseQueueRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.PauseQueueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/ResumeQueue',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResumeQueueRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResumeQueueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/RetryRequest',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.RetryRequestRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.RetryRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/DrainExecutor',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.DrainExecutorRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.DrainExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/UndrainExecutor',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListActions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/ListActions',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.ListActionsRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.ListActionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,16 @@ class AdminServiceStub:
     """Changes the priority or the deadline of a waiting or running request."""
     ListExecutors: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListExecutorsRequest, _admin_pb2.ListExecutorsResponse]
     GetLoad: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetLoadRequest, _admin_pb2.GetLoadResponse]
+    PauseQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseQueueRequest, _admin_pb2.PauseQueueResponse]
+    """Stops admissions: running requests go on, new ones are accepted and wait. Survives a restart."""
+    ResumeQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeQueueRequest, _admin_pb2.ResumeQueueResponse]
+    RetryRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RetryRequestRequest, _admin_pb2.RetryRequestResponse]
+    """Submits a FAILED request again, as a new request that names it."""
+    DrainExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]
+    """Moves the work off one executor, without a failed request, and gives it none until it is undrained."""
+    UndrainExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainExecutorRequest, _admin_pb2.UndrainExecutorResponse]
+    ListActions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]
+    """What operators did: newest first."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -53,6 +63,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Changes the priority or the deadline of a waiting or running request."""
     ListExecutors: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListExecutorsRequest, _admin_pb2.ListExecutorsResponse]  # type: ignore[assignment]
     GetLoad: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetLoadRequest, _admin_pb2.GetLoadResponse]  # type: ignore[assignment]
+    PauseQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseQueueRequest, _admin_pb2.PauseQueueResponse]  # type: ignore[assignment]
+    """Stops admissions: running requests go on, new ones are accepted and wait. Survives a restart."""
+    ResumeQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeQueueRequest, _admin_pb2.ResumeQueueResponse]  # type: ignore[assignment]
+    RetryRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.RetryRequestRequest, _admin_pb2.RetryRequestResponse]  # type: ignore[assignment]
+    """Submits a FAILED request again, as a new request that names it."""
+    DrainExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]  # type: ignore[assignment]
+    """Moves the work off one executor, without a failed request, and gives it none until it is undrained."""
+    UndrainExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainExecutorRequest, _admin_pb2.UndrainExecutorResponse]  # type: ignore[assignment]
+    ListActions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]  # type: ignore[assignment]
+    """What operators did: newest first."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -99,5 +119,51 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetLoadResponse, _abc.Awaitable[_admin_pb2.GetLoadResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def PauseQueue(
+        self,
+        request: _admin_pb2.PauseQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PauseQueueResponse, _abc.Awaitable[_admin_pb2.PauseQueueResponse]]:
+        """Stops admissions: running requests go on, new ones are accepted and wait. Survives a restart."""
+
+    @_abc_1.abstractmethod
+    def ResumeQueue(
+        self,
+        request: _admin_pb2.ResumeQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResumeQueueResponse, _abc.Awaitable[_admin_pb2.ResumeQueueResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RetryRequest(
+        self,
+        request: _admin_pb2.RetryRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RetryRequestResponse, _abc.Awaitable[_admin_pb2.RetryRequestResponse]]:
+        """Submits a FAILED request again, as a new request that names it."""
+
+    @_abc_1.abstractmethod
+    def DrainExecutor(
+        self,
+        request: _admin_pb2.DrainExecutorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainExecutorResponse, _abc.Awaitable[_admin_pb2.DrainExecutorResponse]]:
+        """Moves the work off one executor, without a failed request, and gives it none until it is undrained."""
+
+    @_abc_1.abstractmethod
+    def UndrainExecutor(
+        self,
+        request: _admin_pb2.UndrainExecutorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UndrainExecutorResponse, _abc.Awaitable[_admin_pb2.UndrainExecutorResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListActions(
+        self,
+        request: _admin_pb2.ListActionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListActionsResponse, _abc.Awaitable[_admin_pb2.ListActionsResponse]]:
+        """What operators did: newest first."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -153,6 +153,8 @@ class RequestSpec(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     DETACHED_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    QUEUE_TIMEOUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the submission idempotent: a second one with this id and an equal payload joins the first, with another payload is
     refused with ALREADY_EXISTS. 1 to 128 of letters, digits, '.', '_', ':' and '-'. Empty: the server draws one.
@@ -166,14 +168,19 @@ class RequestSpec(_message.Message):
     detached: _builtins.bool
     """Keeps the request running when no stream is attached to it."""
     cache_salt: _builtins.str
-    """Prefix blocks are shared only between requests with an equal salt."""
+    """Prefix blocks are shared only between requests with an equal salt. At most 256 characters."""
+    lane: _types_pb2.Lane.ValueType
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Ends the request as EXPIRED, with its tokens so far, this long after it was accepted."""
+        """Ends the request as EXPIRED, with its tokens so far, this long after it was accepted. At most 366 days."""
+
+    @_builtins.property
+    def queue_timeout(self) -> _duration_pb2.Duration:
+        """Ends the request as EXPIRED when it has waited this long in the queue without having run. At most 366 days."""
 
     def __init__(
         self,
@@ -187,10 +194,12 @@ class RequestSpec(_message.Message):
         tenant: _builtins.str = ...,
         detached: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        lane: _types_pb2.Lane.ValueType = ...,
+        queue_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "queue_timeout", b"queue_timeout", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "detached", b"detached", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "detached", b"detached", "lane", b"lane", "model", b"model", "priority", b"priority", "prompt", b"prompt", "queue_timeout", b"queue_timeout", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,6 +94,28 @@ FINISH_REASON_EXPIRED: FinishReason.ValueType  # 4
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Lane:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LaneEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lane.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LANE_UNSPECIFIED: _Lane.ValueType  # 0
+    """Standard."""
+    LANE_REAL_TIME: _Lane.ValueType  # 1
+    LANE_STANDARD: _Lane.ValueType  # 2
+    LANE_BATCH: _Lane.ValueType  # 3
+
+class Lane(_Lane, metaclass=_LaneEnumTypeWrapper):
+    """Quality of service. Real-time runs before standard, standard before batch."""
+
+LANE_UNSPECIFIED: Lane.ValueType  # 0
+"""Standard."""
+LANE_REAL_TIME: Lane.ValueType  # 1
+LANE_STANDARD: Lane.ValueType  # 2
+LANE_BATCH: Lane.ValueType  # 3
+Global___Lane: _TypeAlias = Lane  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How the next token is chosen. An absent field takes the default written beside it."""
@@ -153,7 +175,9 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """The same seed and request give the same tokens, also after a preemption or a crash. Without one the server draws one and keeps it."""
     max_tokens: _builtins.int
-    """Most output tokens, ≥ 1. Default: what the model's context length leaves after the prompt."""
+    """Most output tokens, ≥ 1. Default: what the model's context length, or the largest KV pool if that is smaller, leaves after the
+    prompt.
+    """
     min_tokens: _builtins.int
     """EOS and stop tokens are masked until this many tokens are out. Default 0."""
     include_stop_str_in_output: _builtins.bool
@@ -297,6 +321,8 @@ class RequestInfo(_message.Message):
     DETACHED_FIELD_NUMBER: _builtins.int
     WAIT_REASON_FIELD_NUMBER: _builtins.int
     EXECUTOR_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    RETRY_OF_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     tenant: _builtins.str
@@ -311,6 +337,9 @@ class RequestInfo(_message.Message):
     """Why it was in no plan of the last step; empty when it runs or has ended."""
     executor: _builtins.str
     """The executor it runs on; empty when it does not run."""
+    lane: Global___Lane.ValueType
+    retry_of: _builtins.str
+    """The FAILED request that this one is a second try of; empty for all others."""
     @_builtins.property
     def usage(self) -> Global___TokenCounts: ...
     @_builtins.property
@@ -340,10 +369,12 @@ class RequestInfo(_message.Message):
         detached: _builtins.bool = ...,
         wait_reason: _builtins.str = ...,
         executor: _builtins.str = ...,
+        lane: Global___Lane.ValueType = ...,
+        retry_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "submitted_at", b"submitted_at", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "detached", b"detached", "error", b"error", "executor", b"executor", "finish_reason", b"finish_reason", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "model", b"model", "preemptions", b"preemptions", "priority", b"priority", "request_id", b"request_id", "state", b"state", "submitted_at", b"submitted_at", "tenant", b"tenant", "usage", b"usage", "wait_reason", b"wait_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "detached", b"detached", "error", b"error", "executor", b"executor", "finish_reason", b"finish_reason", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "lane", b"lane", "model", b"model", "preemptions", b"preemptions", "priority", b"priority", "request_id", b"request_id", "retry_of", b"retry_of", "state", b"state", "submitted_at", b"submitted_at", "tenant", b"tenant", "usage", b"usage", "wait_reason", b"wait_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -425,7 +456,8 @@ class StreamEvent(_message.Message):
     @_typing.final
     class Delta(_message.Message):
         """Output tokens `first_index` to `first_index + token_count - 1`. Several tokens share one delta when the reader is slower than
-        the model. Text can lag behind tokens while a character or a possible stop string is incomplete; it is never taken back.
+        the model. Text can lag behind tokens while a character or a possible stop string is incomplete; it is never taken back. What
+        was held back to the end comes in a last delta of no tokens.
         """
 
         DESCRIPTOR: _descriptor.Descriptor
