@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=2_000)
-    parser.add_argument("--output", type=Path, default=_RESULTS / f"scheduler_step-{datetime.now(UTC):%Y-%m-%d}.md")
+    parser.add_argument("--output", type=Path, default=_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-scheduler-step.md")
     options = parser.parse_args()
     gc.freeze()
     rows = [row for policy in ("fcfs", "priority") for row in _steps(policy, options.running, options.waiting, options.steps)]
