@@ -54,7 +54,7 @@ class Loaded:
         self.prompts = [self.tokenizer.encode(text).ids for text in PROMPTS]
 
     def greedy(self, tokens: list[int], prompt_len: int) -> list[int]:
-        """What transformers chooses after each part of `tokens` from the prompt on: equal to `tokens` if those are its greedy ones."""
+        """What transformers chooses after the prompt and each token behind it: those tokens themselves if they are greedy."""
         with torch.inference_mode():
             choices = self.oracle(torch.tensor([tokens[:-1]])).logits[0, prompt_len - 1 :].argmax(-1)
         return [int(token) for token in choices]

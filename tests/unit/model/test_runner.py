@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,9 @@ def test_the_trial_step_is_as_large_as_allowed_and_runs(bench: Bench, tokens: in
     assert len(np.unique(batch.slots)) == len(batch.slots)
     bench.runner.allocate(int(batch.block_tables.max()) + 1, 16)
     assert len(bench.runner.step(batch).token_ids) == min(sequences, tokens)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    """The simulated executor runs without it."""
+    code = "import sys, tokenmill_executor.model, tokenmill_executor.model.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
