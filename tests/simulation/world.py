@@ -240,6 +240,7 @@ class World:
         assert self.unfinished == []
         for name, executor in self.executors.items():
             assert executor.blocks.free == executor.description.num_blocks, f"{name} still holds blocks"
+            assert executor.ran_out == 0, f"a plan for {name} needed a block that was not there"
         assert (self.core.num_running, self.core.num_waiting, self.core.kv_cache_usage) == (0, 0, 0.0)
 
     def _joined(self, name: str) -> bool:
