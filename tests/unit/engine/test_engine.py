@@ -180,6 +180,15 @@ def test_no_blocks_stops_that_sequence_alone_and_it_keeps_what_it_has() -> None:
     assert (resumed.num_computed, resumed.token_ids) == ([4], oracle_output([2] * 8, 1))
 
 
+def test_a_chunk_needs_no_more_blocks_than_it_fills() -> None:
+    driver = make(num_blocks=4, block_size=4)
+    driver.plan({1: 8}, [admission(1, [1] * 8, max_tokens=1), admission(2, [2] * 16)])
+    driver.plan({3: 8}, [admission(3, [3] * 8)])
+    result = driver.plan({2: 8})
+    assert (result.num_computed, result.faults) == ([8], [])
+    assert driver.plan({2: 8}).faults[0].fault == SequenceFault.NO_BLOCKS
+
+
 def test_c18_a_sequence_that_outgrows_the_pool_alone_fails_and_the_engine_lives() -> None:
     driver = make(num_blocks=2, block_size=4)
     tokens = list(driver.plan({1: 9}, [admission(1, [1] * 6, max_tokens=50)]).token_ids)

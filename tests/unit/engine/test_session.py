@@ -34,6 +34,8 @@ class Stream:
     async def read(self) -> AsyncIterator[pb.RunRequest]:
         while True:
             yield await self.requests.get()
+            # Asked for the next one, so done with this one.
+            self.requests.task_done()
 
     async def write(self, response: pb.RunResponse) -> None:
         self.writing.set()
@@ -68,6 +70,10 @@ async def test_an_end_waits_for_the_write_in_progress_and_writes_no_more(thread:
     stream = Stream()
     session, serving = begin(thread, stream)
     await stream.next_write()
+    await stream.requests.put(pb.RunRequest(plan=pb.Plan(epoch=1, plan_id=1)))
+    await stream.requests.join()
+    # Behind the plan on the engine's thread: its answer waits to be written then.
+    await thread.run(lambda: None)
     session.end(OK, "over")
     await serving
     written = asyncio.create_task(session.written())
