@@ -131,6 +131,7 @@ async def run_service(address: str, jobs: Sequence[Job]) -> Run:
         streams = await asyncio.gather(*[_generate(caller, job) for job in jobs])
         wall_s = time.perf_counter() - start_s
         after = await _executor(caller)
+    assert after.epoch == before.epoch, "the executor was lost in the middle of the run"
     outputs = [stream.tokens for stream in streams]
     idle_s = _idle_s(after) - _idle_s(before)
     return Run(sum(map(len, outputs)) / wall_s, outputs, idle_s / wall_s, after.steps - before.steps)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+import time
 
 import grpc
 import structlog
@@ -88,16 +89,20 @@ class SchedulerServer:
         self.executors.start()
 
     async def stop(self) -> None:
-        """Plans that are out come back and are made durable; streams are told to attach again; requests stay in the ledger."""
+        """Plans that are out come back and are made durable; streams are told to attach again; requests stay in the ledger.
+
+        Takes the grace period at most, and LAST_WORDS_S for each of those who are to hear of it.
+        """
         # A loop that failed takes no results any more.
         grace_s = 0.0 if self.loop.failure.done() else self._settings.grace_period_s
+        until_s = time.monotonic() + grace_s
         self._stopping = True
         self.service.close()
         await self._health.shut_down()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.loop.stop_planning(), grace_s)
         await self.executors.leave(LAST_WORDS_S)
-        if not await self._writer.close(max(grace_s, LAST_WORDS_S)):
+        if not await self._writer.close(max(until_s - time.monotonic(), LAST_WORDS_S)):
             log.error("not all could be written; it will be computed again", backlog=self._writer.backlog)
         self.loop.live.close_streams(Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S))
         await self._server.stop(LAST_WORDS_S)

@@ -65,7 +65,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         )
     return Settings(
         listen=_address(values["listen"], "--listen"),
-        executors=_executors(values["executor"] or [DEFAULT_EXECUTOR]),
+        executors=_executors(values.get("executor", [DEFAULT_EXECUTOR])),
         database=values["database"],
         durability=values["durability"],
         scheduler=config,
@@ -184,10 +184,14 @@ def _bytes(text: str) -> int:
 _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "service": {
         "--listen": {"default": DEFAULT_LISTEN, "help": "HOST:PORT (port 0: any free one), or unix:PATH"},
-        "--executor": {"action": "append", "help": f"address of an executor; repeat for several (default: {DEFAULT_EXECUTOR})"},
+        "--executor": {
+            "action": "append",
+            "default": argparse.SUPPRESS,
+            "help": f"address of an executor; repeat for several (default: {DEFAULT_EXECUTOR})",
+        },
         "--max-message-bytes": {"type": _bytes, "default": "64MiB", "help": "largest message taken, from clients and executors"},
         "--grace-period": {"type": _duration, "default": 30.0, "help": "on SIGTERM, how long steps in hand may take, in seconds"},
-        "--port-file": {"type": Path, "help": "a file to write the address to, once listening"},
+        "--port-file": {"type": Path, "default": None, "help": "a file to write the address to, once listening"},
         "--log-format": {"choices": ("console", "json"), "default": "console", "help": "of the log on standard error"},
         "--log-level": {"choices": ("debug", "info", "warning", "error"), "default": "info", "help": "least level logged"},
     },

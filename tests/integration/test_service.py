@@ -76,6 +76,13 @@ async def test_many_streams_at_once_are_exact(executor: ServiceProcess) -> None:
         assert load.output_tokens == sum(lengths)
 
 
+async def test_a_static_batch_that_is_not_full_starts_after_its_wait(executor: ServiceProcess) -> None:
+    flags = ("--batching", "static", "--max-num-seqs", "8", "--max-waiting-time", "0.05")
+    async with scheduler(executor, flags=flags) as server, Caller(server.address) as caller:
+        streams = await asyncio.gather(*[caller.run(spec([50 + index], 10 * (index + 1))) for index in range(3)])
+        assert [stream.tokens for stream in streams] == [foretold([50 + index], 10 * (index + 1)) for index in range(3)]
+
+
 @pytest.mark.parametrize("before_end", [0, 1, 2])
 async def test_c02_cancel_near_the_end_gives_one_end(executor: ServiceProcess, before_end: int) -> None:
     async with scheduler(executor) as server, Caller(server.address) as caller:
@@ -157,6 +164,21 @@ async def test_c38_a_full_queue_asks_to_come_back(executor: ServiceProcess) -> N
         assert [error.code() for error in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 3
         assert all("RetryInfo" in str(error.trailing_metadata()) for error in refused)
         running.cancel()
+
+
+async def test_c57_a_prompt_of_300_000_ids_and_a_plan_with_512_new_requests(processes: Processes) -> None:
+    large = processes.executor(
+        *("--max-model-len", "400000", "--num-gpu-blocks-override", "30000", "--max-num-seqs", "512"),
+        *("--max-num-batched-tokens", "65536", "--name", "large"),
+        name="large",
+    )
+    prompt = [40 + index % 80 for index in range(300_000)]
+    many = [[40 + index % 80, 41 + index // 80, 42] for index in range(512)]
+    async with scheduler(large, flags=("--max-num-seqs", "512", "--max-num-batched-tokens", "65536")) as server:
+        async with Caller(server.address) as caller:
+            assert (await caller.run(spec(prompt, 3))).tokens == foretold(prompt, 3)
+            streams = await asyncio.gather(*[caller.run(spec(short, 2)) for short in many])
+            assert [stream.tokens for stream in streams] == [foretold(short, 2) for short in many]
 
 
 async def test_c58_c60_a_stop_string_cuts_text_and_tokens(executor: ServiceProcess) -> None:
