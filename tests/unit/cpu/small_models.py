@@ -94,10 +94,10 @@ def cpu_model(config: ModelConfig, tensors: dict[str, torch.Tensor], **settings:
     return model
 
 
-def scattered_tables(num_sequences: int, max_len: int, seed: int = 0) -> list[list[int]]:
+def scattered_tables(num_sequences: int, max_len: int, seed: int = 0, num_blocks: int = NUM_BLOCKS) -> list[list[int]]:
     """Block tables that lie anywhere in the cache."""
     width = -(-max_len // library.BLOCK_SIZE)
-    blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS)[: num_sequences * width]
+    blocks = np.random.default_rng(seed).permutation(num_blocks)[: num_sequences * width]
     return [[int(block) for block in row] for row in blocks.reshape(num_sequences, width)]
 
 
