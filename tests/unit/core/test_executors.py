@@ -58,6 +58,17 @@ def test_c47_an_executor_lost_while_a_plan_is_dispatched_leaves_no_booking() -> 
     assert world.core.counters.preemptions == 2
 
 
+def test_a_release_not_yet_sent_is_forgotten_with_its_executor() -> None:
+    world = World(None, description())
+    world.submit(1)
+    world.turn()
+    world.cancel("r1")
+    world.lose()
+    world.rejoin()
+    assert world.plan() is None, "the new epoch knows nothing to release"
+    world.check_idle()
+
+
 def test_a_preempted_request_does_not_wait_for_a_lost_executor() -> None:
     world = World(SchedulerConfig(max_num_seqs=1, policy="priority"), description("x"), description("y"))
     world.submit(1)
