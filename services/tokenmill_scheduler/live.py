@@ -6,7 +6,7 @@ Must not know: protobuf, SQL, executors' connections.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -38,9 +38,6 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-    def __iter__(self) -> Iterator[tuple[str, LiveRequest]]:
-        return iter(self._by_id.items())
 
     def get(self, request_id: str) -> LiveRequest | None:
         return self._by_id.get(request_id)

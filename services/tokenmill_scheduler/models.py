@@ -12,7 +12,8 @@ from tokenmill_scheduler.desk import ServedModel, Unavailable, UnknownModel
 from tokenmill_scheduler.text.model import TextModel
 from tokenmill_scheduler.wire import ExecutorFacts
 
-RETRY_DELAY_S = 1.0
+# Executors connect within moments of a start.
+RETRY_DELAY_S = 0.25
 
 
 class Models:

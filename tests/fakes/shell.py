@@ -12,11 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokenmill_scheduler.core.records import Blocks, ExecutorDescription, Plan, Result, SequenceFinish, StepTimes
-from tokenmill_scheduler.core.request import Request, Sampling
+from tokenmill_scheduler.core.request import Request, Sampling, State
+from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
+from tokenmill_scheduler.desk import Attachment, Ended, Submitted
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.ledger.port import Ledger, LedgerUnavailable, Outcome, Record, Submission
+from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.pacing import Pacer
+from tokenmill_scheduler.service import Service
+from tokenmill_scheduler.text.model import TextModel
 from tokenmill_scheduler.wire import ExecutorFacts
+
+from tests.fakes.memory_ledger import MemoryLedger
 
 MODEL = "played"
 BLOCK_SIZE = 4
@@ -149,3 +157,81 @@ class PlayedExecutor:
     def _blocks(self) -> Blocks:
         held = sum(-(-sequence.computed // BLOCK_SIZE) for sequence in self._sequences.values())
         return Blocks(self.total_blocks - held, 0, held)
+
+
+GRACE_S = 30.0
+
+
+class SetClock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Shell:
+    """A scheduler without network, with one executor. Another one over the same ledger is what a restart leaves."""
+
+    ledger: MemoryLedger
+    writer: HeldWriter
+    clock: SetClock
+    loop: Loop
+    service: Service
+    executor: PlayedExecutor
+
+    @classmethod
+    def over(cls, ledger: MemoryLedger, max_queue_len: int = 100, config: SchedulerConfig | None = None) -> Shell:
+        clock, writer = SetClock(), HeldWriter(ledger)
+        loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock)
+        service = Service(max_queue_len, loop, Models(), ledger, writer)
+        return cls(ledger, writer, clock, loop, service, PlayedExecutor())
+
+    async def join(self, epoch: int = 1) -> None:
+        self.loop.joined(self.executor.drive(epoch))
+        await settle()
+
+    async def submit(self, submitted: Request, digest: bytes = b"d") -> Submitted:
+        answer = await self.service.submit(submitted, digest)
+        await settle()
+        return answer
+
+    async def step(self) -> None:
+        """The oldest plan is answered; what follows, follows."""
+        self.loop.answered(self.loop.drives["played"], self.executor.answer())
+        await settle()
+
+    async def states_after_tick(self, names: str) -> list[State]:
+        ticking = asyncio.create_task(self.loop.tick())
+        await settle()
+        ticking.cancel()
+        return [(await self.service.status(name)).stored.state for name in names]
+
+    async def run_out(self) -> None:
+        """Steps until no plan is out."""
+        while self.executor.unanswered:
+            await self.step()
+
+
+def _no_text(model: str) -> TextModel:
+    raise AssertionError("no request here has stop strings")
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def read_all(attachment: Attachment) -> tuple[tuple[int, ...], Ended]:
+    """Tokens from the attachment's index on, and the end; checks that each index comes once, in order."""
+    tokens = list(attachment.earlier)
+    async for item in attachment.chunks:
+        if isinstance(item, Ended):
+            await attachment.chunks.aclose()
+            return tuple(tokens), item
+        assert item.first_index == len(tokens)
+        tokens += item.token_ids
+    raise AssertionError("the stream ended without an Ended")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-from tokenmill_scheduler.core.request import FinishReason, Request, State
-from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
+from tokenmill_scheduler.core.request import FinishReason, State
+from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import (
-    Attachment,
     Cancellation,
     Chunk,
     Ended,
@@ -22,89 +21,10 @@ from tokenmill_scheduler.desk import (
     UnknownRequest,
 )
 from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable, RequestQuery
-from tokenmill_scheduler.loop import Loop
-from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.recovery import recover
-from tokenmill_scheduler.service import Service
-from tokenmill_scheduler.text.model import TextModel
 
 from tests.fakes.memory_ledger import MemoryLedger
-from tests.fakes.shell import HeldWriter, PlayedExecutor, output_of, request
-
-GRACE_S = 30.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class Shell:
-    """A scheduler without network: `restart` makes another one over the same ledger."""
-
-    ledger: MemoryLedger
-    writer: HeldWriter
-    clock: Clock
-    loop: Loop
-    service: Service
-    executor: PlayedExecutor
-
-    @classmethod
-    def over(cls, ledger: MemoryLedger, max_queue_len: int = 100, config: SchedulerConfig | None = None) -> Shell:
-        clock, writer = Clock(), HeldWriter(ledger)
-        loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock)
-        service = Service(max_queue_len, loop, Models(), ledger, writer)
-        return cls(ledger, writer, clock, loop, service, PlayedExecutor())
-
-    async def join(self, epoch: int = 1) -> None:
-        self.loop.joined(self.executor.drive(epoch))
-        await settle()
-
-    async def submit(self, submitted: Request, digest: bytes = b"d") -> Submitted:
-        answer = await self.service.submit(submitted, digest)
-        await settle()
-        return answer
-
-    async def step(self) -> None:
-        """The oldest plan is answered; what follows, follows."""
-        self.loop.answered(self.loop.drives["played"], self.executor.answer())
-        await settle()
-
-    async def states_after_tick(self, names: str) -> list[State]:
-        ticking = asyncio.create_task(self.loop.tick())
-        await settle()
-        ticking.cancel()
-        return [(await self.service.status(name)).stored.state for name in names]
-
-    async def run_out(self) -> None:
-        """Steps until no plan is out."""
-        while self.executor.unanswered:
-            await self.step()
-
-
-def _no_text(model: str) -> TextModel:
-    raise AssertionError("no request here has stop strings")
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-async def read_all(attachment: Attachment) -> tuple[tuple[int, ...], Ended]:
-    """Tokens from the attachment's index on, and the end; checks that each index comes once, in order."""
-    tokens = list(attachment.earlier)
-    async for item in attachment.chunks:
-        if isinstance(item, Ended):
-            await attachment.chunks.aclose()
-            return tuple(tokens), item
-        assert item.first_index == len(tokens)
-        tokens += item.token_ids
-    raise AssertionError("the stream ended without an Ended")
+from tests.fakes.shell import GRACE_S, Shell, output_of, read_all, request, settle
 
 
 @pytest.fixture

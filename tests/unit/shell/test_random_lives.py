@@ -1,0 +1,187 @@
+"""Clients that come and go, commits that lag, executors and schedulers that die, in seeded random order.
+
+Then the faults stop, and all must have ended well: every accepted request in one terminal state, its stored tokens the oracle's,
+and every stream that was read, taken up again wherever it broke, the same tokens, each index once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from tokenmill_scheduler.core.request import TERMINAL, Request, State
+from tokenmill_scheduler.core.scheduler import SchedulerConfig
+from tokenmill_scheduler.desk import Attachment, Ended, IndexAhead, UnknownRequest
+from tokenmill_scheduler.recovery import recover
+
+from tests.fakes.memory_ledger import MemoryLedger
+from tests.fakes.shell import Shell, output_of, request, settle
+
+STEPS = 300
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
+
+
+@dataclass
+class Watcher:
+    """A client's stream of one request, over any number of attachments."""
+
+    request_id: str
+    tokens: list[int]
+    ended: Ended | None = None
+    attachment: Attachment | None = None
+    reading: asyncio.Task[None] | None = None
+
+    async def attach(self, shell: Shell) -> None:
+        self.attachment = await shell.service.attach(self.request_id, len(self.tokens))
+        assert list(self.attachment.earlier) == self.tokens
+        self.reading = asyncio.create_task(self._read(self.attachment))
+
+    async def _read(self, attachment: Attachment) -> None:
+        async for item in attachment.chunks:
+            if isinstance(item, Ended):
+                self.ended = item
+            else:
+                assert item.first_index == len(self.tokens)
+                self.tokens += item.token_ids
+        await attachment.chunks.aclose()
+
+    async def leave(self) -> None:
+        """As when the connection breaks."""
+        assert self.reading is not None
+        assert self.attachment is not None
+        self.reading.cancel()
+        await asyncio.gather(self.reading, return_exceptions=True)
+        await self.attachment.chunks.aclose()
+
+
+@dataclass
+class World:
+    rng: random.Random
+    shell: Shell
+    epoch: int = 1
+    asked: dict[str, Request] = field(default_factory=dict)
+    accepted: set[str] = field(default_factory=set)
+    watchers: list[Watcher] = field(default_factory=list)
+    calls: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def submit(self) -> None:
+        new = request(f"r{len(self.asked)}", len(self.asked) + 1, self.rng.randint(1, 12), detached=self.rng.random() < 0.5)
+        self.asked[new.request_id] = new
+        self.calls.append(asyncio.create_task(self._submit(new)))
+
+    async def _submit(self, new: Request) -> None:
+        await self.shell.service.submit(new, b"d")
+        self.accepted.add(new.request_id)
+
+    async def attach(self) -> None:
+        """To any request that its client knows to be accepted, from where it likes."""
+        if self.accepted:
+            request_id = self.rng.choice(sorted(self.accepted))
+            known = self.shell.ledger.output(request_id).token_ids
+            watcher = Watcher(request_id, list(known[: self.rng.randint(0, len(known))]))
+            try:
+                await watcher.attach(self.shell)
+                self.watchers.append(watcher)
+            except IndexAhead:  # written, but not yet told
+                pass
+
+    async def leave(self) -> None:
+        if self.watchers:
+            watcher = self.watchers.pop(self.rng.randrange(len(self.watchers)))
+            await watcher.leave()
+
+    async def cancel(self) -> None:
+        if self.accepted:
+            request_id = self.rng.choice(sorted(self.accepted))
+            self.calls.append(asyncio.create_task(self._cancel(request_id)))
+
+    async def _cancel(self, request_id: str) -> None:
+        assert (await self.shell.service.cancel(request_id, "")).state in TERMINAL
+
+    async def step(self) -> None:
+        if self.shell.executor.unanswered:
+            await self.shell.step()
+
+    async def commit(self) -> None:
+        self.shell.writer.commit()
+
+    async def lose_executor(self) -> None:
+        self.shell.loop.lost(self.shell.loop.drives["played"], "a fault")
+        await settle()
+        self.epoch += 1
+        await self.shell.join(self.epoch)
+
+    async def kill_scheduler(self) -> None:
+        """What is not committed is gone, calls fail, streams break and are taken up again."""
+        old = self.shell
+        old.service.close()
+        old.loop.fail(RuntimeError("killed"))
+        assert old.loop.failure.exception() is not None
+        for call in self.calls:
+            call.cancel()
+        await asyncio.gather(*self.calls, return_exceptions=True)
+        for watcher in self.watchers:
+            await watcher.leave()
+        self.shell = Shell.over(old.ledger, config=CONFIG)
+        self.shell.writer.hold = True
+        await recover(self.shell.ledger, self.shell.loop)
+        self.epoch += 1
+        await self.shell.join(self.epoch)
+        for watcher in self.watchers:
+            if watcher.ended is None:
+                await watcher.attach(self.shell)
+
+    async def finish(self) -> None:
+        """No more faults."""
+        self.shell.writer.hold = False
+        self.shell.writer.commit()
+        await settle()
+        while len(self.shell.loop.live):
+            assert self.shell.executor.unanswered, "requests live and nothing is planned"
+            await self.shell.step()
+        await asyncio.gather(*self.calls, return_exceptions=True)
+
+
+def check_ends(world: World) -> None:
+    for request_id in sorted(world.accepted):
+        stored = world.shell.ledger.find(request_id)
+        assert stored is not None, "accepted is durable"
+        assert stored.state in (State.DONE, State.CANCELLED)
+        tokens = world.shell.ledger.output(request_id).token_ids
+        expected = output_of(world.asked[request_id])
+        assert tokens == (expected if stored.state is State.DONE else expected[: len(tokens)])
+        ends = [move for move in world.shell.ledger.transitions(request_id) if move.after in TERMINAL]
+        assert len(ends) == 1
+    for watcher in world.watchers:
+        assert watcher.ended is not None
+        assert tuple(watcher.tokens) == world.shell.ledger.output(watcher.request_id).token_ids
+        assert watcher.ended.num_output_tokens == len(watcher.tokens)
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_random_lives_end_well(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(rng, Shell.over(MemoryLedger(), config=CONFIG))
+    world.shell.writer.hold = True
+    await world.shell.join()
+    acts = [
+        world.step,
+        world.commit,
+        world.submit,
+        world.attach,
+        world.leave,
+        world.cancel,
+        world.lose_executor,
+        world.kill_scheduler,
+    ]
+    for act in rng.choices(acts, weights=[40, 20, 12, 10, 4, 2, 1, 1], k=STEPS):
+        await act()
+        await settle()
+    await world.finish()
+    await settle()
+    assert len(world.accepted) > 10
+    check_ends(world)
+    with pytest.raises(UnknownRequest):
+        await world.shell.service.status("nobody")
