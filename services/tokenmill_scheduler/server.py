@@ -77,13 +77,13 @@ class SchedulerServer:
 
     async def start(self) -> None:
         """Raises SettingsError when the address cannot be had."""
-        self._writer.start()
-        await recover(self._ledger, self.loop)
         try:
             port = self._server.add_insecure_port(self._settings.listen)
         except RuntimeError as error:
             raise SettingsError(f"--listen {self._settings.listen} cannot be bound: choose a free address") from error
         self.address = bound_address(self._settings.listen, port)
+        self._writer.start()
+        await recover(self._ledger, self.loop)
         self._tasks = [asyncio.create_task(self.loop.tick()), asyncio.create_task(self._health.watch())]
         await self._server.start()
         self.executors.start()

@@ -18,7 +18,7 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill_scheduler.health import LIVENESS
 from tokenmill_scheduler.server import SERVICES, SchedulerServer
-from tokenmill_scheduler.settings import parse_settings
+from tokenmill_scheduler.settings import SettingsError, parse_settings
 
 from tests.fakes.calls import Caller, Stream, eventually, foretold, spec
 from tests.fakes.memory_ledger import MemoryLedger
@@ -253,6 +253,13 @@ async def test_two_executors_share_the_work(processes: Processes, executor: Serv
 
 async def _connected(server: SchedulerServer, count: int) -> bool:
     return len(server.service.executors()) == count
+
+
+async def test_a_port_is_not_shared_with_a_second_scheduler(executor: ServiceProcess) -> None:
+    async with scheduler(executor) as server:
+        second = SchedulerServer(parse_settings(["--listen", server.address], {}), MemoryLedger())
+        with pytest.raises(SettingsError, match="cannot be bound: choose a free address"):
+            await second.start()
 
 
 async def test_health_and_reflection_are_served(executor: ServiceProcess) -> None:
