@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import click
 
@@ -47,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; an error is one sentence on standard error."""
     # gRPC writes of connections that come and go to standard error, in the middle of what a command prints.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # A model writes what it likes; a terminal that cannot show a character shows another.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     from tokenmill_client import TokenmillError
 
-    # As Ctrl-C does, so that what was started is stopped.
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         try:
@@ -66,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else ExitCode.OK
 
 
-def _terminated(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
+def _terminated(number: int, frame: object) -> None:
+    """As Ctrl-C does, so that what was started is stopped."""
+    signal.raise_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tokenmill_client import AsyncClient
@@ -104,15 +105,17 @@ async def run_workload(client: AsyncClient, workload: Workload, on_progress: Cal
     before = await client.admin.get_load()
     tally = Tally()
     start_s = time.perf_counter()
-    sampler = asyncio.create_task(_sample(client, tally, start_s, on_progress))
+    over = asyncio.Event()
+    sampler = asyncio.create_task(_sample(client, tally, start_s, on_progress, over))
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_run_one(client, request, start_s, tally, on_progress)) for request in workload.requests]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     finally:
-        sampler.cancel()
-    wall_s = time.perf_counter() - start_s
+        wall_s = time.perf_counter() - start_s
+        over.set()
+        await sampler
     after = await client.admin.get_load()
     return WorkloadRun(
         wall_s=wall_s,
@@ -148,12 +151,15 @@ async def _run_one(
     )
 
 
-async def _sample(client: AsyncClient, tally: Tally, start_s: float, on_progress: Callable[[Tally], None]) -> None:
-    while True:
+async def _sample(
+    client: AsyncClient, tally: Tally, start_s: float, on_progress: Callable[[Tally], None], over: asyncio.Event
+) -> None:
+    while not over.is_set():
         tally.running = (await client.admin.get_load()).num_requests_running
         tally.samples.append((time.perf_counter() - start_s, tally.running))
         on_progress(tally)
-        await asyncio.sleep(_SAMPLE_INTERVAL_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), _SAMPLE_INTERVAL_S)
 
 
 def _batch_occupancy(before: Load, after: Load) -> float:

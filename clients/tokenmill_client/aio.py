@@ -60,7 +60,7 @@ class AsyncClient:
 
         It carries a request id, drawn here unless given, so that sending it again after a failure joins the first.
         """
-        options.setdefault("request_id", new_request_id())
+        options["request_id"] = options.get("request_id") or new_request_id()
         request = outgoing.generate(prompt, output, options)
         timeout = options.get("timeout")
 
@@ -84,7 +84,7 @@ class AsyncClient:
 
     async def submit(self, prompt: str | None = None, **options: Unpack[SubmitOptions]) -> Submitted:
         """Returns once the request is durable; it runs detached. Take up its output with `attach`."""
-        options.setdefault("request_id", new_request_id())
+        options["request_id"] = options.get("request_id") or new_request_id()
         request = outgoing.submit(prompt, options)
         return incoming.submitted(await self._transport.call(self._stub.Submit, request, None))
 

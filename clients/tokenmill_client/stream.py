@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -24,6 +26,9 @@ class StreamCall(Protocol):
 
     def cancel(self) -> bool: ...
 
+
+# A server that does not end a stream behind its last event is not waited for.
+_LAST_READ_LIMIT_S = 1.0
 
 # Starts the call that goes on from where `Progress` stands, with a timeout in seconds or none.
 Connect = Callable[[Progress, float | None], StreamCall]
@@ -73,7 +78,7 @@ class AsyncStream(AsyncIterator[Delta]):
                 self._backoff.reset()
                 return delta
             if self._progress.finished is not None:
-                await self.aclose()
+                await self._hang_up()
                 self._raise_unless_done()
         raise StopAsyncIteration
 
@@ -87,6 +92,14 @@ class AsyncStream(AsyncIterator[Delta]):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def _hang_up(self) -> None:
+        """Reads the call's status, right behind its last event: gRPC is then done with it, as it is not yet after a cancel."""
+        if self._call is not None:
+            with suppress(grpc.aio.AioRpcError, TimeoutError):
+                async with asyncio.timeout(_LAST_READ_LIMIT_S):
+                    await self._call.read()
         await self.aclose()
 
     def _raise_unless_done(self) -> None:

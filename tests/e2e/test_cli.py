@@ -132,3 +132,14 @@ def test_one_answer_of_the_real_model(tmp_path: Path) -> None:
         question = "Explain in two sentences why the sky is blue."
         done = tokenmill("--server", address, "generate", "--chat", question, "-t", "0", "-n", "5")
         assert (done.returncode, done.stdout) == (0, "The sky is blue because\n"), done.stderr
+
+
+def test_an_ended_demo_stops_its_services(tmp_path: Path) -> None:
+    """By a signal, as by itself: their folder goes when they are gone."""
+    with Running("demo", "--model", "simulated", cwd=tmp_path, TMPDIR=str(tmp_path)) as running:
+        running.expect("Starting a scheduler, static")
+        assert any(tmp_path.iterdir())
+        running.signal(signal.SIGTERM)
+        assert running.wait() == ExitCode.INTERRUPTED
+        assert "Traceback" not in running.text
+    assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,17 @@ import asyncio
 import random
 
 import pytest
-from tokenmill_client import AsyncClient, AsyncStream, Client, NotFound, Output, RequestCancelled, RequestExpired, RequestState
+from tokenmill_client import (
+    AsyncClient,
+    AsyncStream,
+    Client,
+    FinishReason,
+    NotFound,
+    Output,
+    RequestCancelled,
+    RequestExpired,
+    RequestState,
+)
 from tokenmill_client.options import OutputForm
 
 from tests.fakes.calls import eventually, foretold
@@ -28,7 +38,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(32, 127) for _ in range(rng.randrange(1, 100))] for _ in range(STREAMS)]
 
 
-@pytest.mark.parametrize(("detached", "form"), [(False, "token_ids"), (True, "both")])
+@pytest.mark.parametrize(("detached", "form"), [(False, "both"), (True, "both"), (False, "token_ids")])
 async def test_c72_twenty_streams_survive_kill_9_of_the_scheduler(processes: Processes, detached: bool, form: OutputForm) -> None:
     """Killed twice, in the middle of all streams."""
     executor = processes.executor("--simulated-step-ms", STEP_MS)
@@ -59,6 +69,23 @@ async def test_c72_generate_that_was_never_answered_is_sent_again(processes: Pro
         reading = asyncio.create_task(client.generate(token_ids=[65], max_tokens=20, seed=3).result())
         await asyncio.to_thread(processes.scheduler, executor.address)
         assert list((await reading).token_ids) == foretold([65], 20, seed=3)
+
+
+async def test_c72_a_stream_that_comes_back_before_the_executor_waits_for_it(processes: Processes) -> None:
+    executor = processes.executor("--simulated-step-ms", STEP_MS)
+    scheduler = processes.scheduler(executor.address)
+    async with AsyncClient(scheduler.address) as client:
+        await client.wait_ready()
+        stream = client.generate(token_ids=[75], max_tokens=100, seed=9)
+        await read_tokens(stream, 10)
+        scheduler.kill()
+        executor.kill()
+        processes.scheduler(executor.address)
+        reading = asyncio.create_task(stream.result())
+        # Time for attempts to attach; a request that they ended could not come back.
+        await asyncio.wait([reading], timeout=1.0)
+        processes.executor("--simulated-step-ms", STEP_MS)
+        assert list((await reading).token_ids) == foretold([75], 100, seed=9)
 
 
 async def test_c40_streams_survive_the_death_of_the_executor(processes: Processes) -> None:
@@ -133,6 +160,17 @@ async def test_c39_a_request_expires_with_its_tokens_so_far(service: ServiceProc
             await client.generate(token_ids=[70], max_tokens=4_000, seed=7, timeout=0.3).result()
         output = caught.value.output
         assert list(output.token_ids) == foretold([70], len(output.token_ids), seed=7)
+
+
+async def test_c58_a_stop_string_cuts_the_text(service: ServiceProcess) -> None:
+    text = "".join(map(chr, foretold([76], 60, seed=10)))
+    stop = text[40:43]
+    cut = text.index(stop)
+    async with AsyncClient(service.address) as client:
+        await client.wait_ready()
+        output = await client.generate(token_ids=[76], max_tokens=60, seed=10, stop=stop).result()
+    assert (output.text, output.finish_reason) == (text[:cut], FinishReason.STOP)
+    assert output.usage.output_tokens == cut + 3 == len(output.token_ids)
 
 
 def test_the_blocking_client(service: ServiceProcess) -> None:

@@ -48,8 +48,11 @@ def _read_prompt(prompt: str | None) -> str:
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("Give a prompt, or `-` to type it and end it with Ctrl-D.")
-    # The newline that a shell or an editor ends a text with is not meant as part of it.
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        # The newline that a shell or an editor ends a text with is not meant as part of it.
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise click.UsageError("The prompt on standard input is not UTF-8 text.") from None
 
 
 def _read_token_ids(text: str) -> list[int]:

@@ -93,7 +93,7 @@ def _run_pair(for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
             if _wait_ready(address, services):
                 _say_how_to_use(address)
                 _wait_first_end(services)
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             # Told to stop, by SIGINT or SIGTERM.
             pass
         ended_first = [service for service in services if service.exit_code is not None]

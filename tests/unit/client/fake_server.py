@@ -238,7 +238,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
     def _events(
         self, request: FakeRequest, start: int, output: inference_pb2.OutputOptions, cut: int | None, context: Any
     ) -> Iterator[types_pb2.StreamEvent]:
-        for sent, event in enumerate(self._whole_stream(request, start)):
+        for sent, event in enumerate(self._whole_stream(request, start, context)):
             if sent == cut:
                 self._abort(context, grpc.StatusCode.UNAVAILABLE, "cut")
             if event.HasField("delta"):
@@ -247,13 +247,13 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
                         event.delta.ClearField(name)
             yield event
 
-    def _whole_stream(self, request: FakeRequest, start: int) -> Iterator[types_pb2.StreamEvent]:
+    def _whole_stream(self, request: FakeRequest, start: int, context: Any) -> Iterator[types_pb2.StreamEvent]:
         request_id = request.info.request_id
         yield types_pb2.StreamEvent(accepted=types_pb2.StreamEvent.Accepted(request_id=request_id, prompt_tokens=3))
         count = start
         for index in range(start, request.max_tokens):
-            if index == self.hold_at:
-                request.ended.wait(timeout=30)
+            while index == self.hold_at and context.is_active() and not request.ended.wait(0.01):
+                pass
             if request.ended.is_set() and request.info.state != types_pb2.REQUEST_STATE_DONE:
                 break
             yield _delta(index, 1, [token(request_id, index)], text_of(request_id, index, index + 1))

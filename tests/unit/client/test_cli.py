@@ -53,6 +53,12 @@ def test_generate_reads_standard_input(server: FakeServer, run: Run) -> None:
     assert server.requests["s"].spec.prompt.text == "dash"
 
 
+def test_standard_input_that_is_no_text(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.client.test_cli.io.StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
+    code, _, err = run("generate")
+    assert (code, "not UTF-8 text" in err, server.calls) == (ExitCode.USAGE, True, [])
+
+
 def test_generate_as_json(run: Run) -> None:
     code, out, _ = run("generate", "hello", "--request-id", "r", "-n", "2", "--json")
     document = json.loads(out)
