@@ -30,6 +30,8 @@ check: $(INSTALLED)  ## lint, types, import fences, generated code
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/generate_protos.py --check
+	$(BIN)/python -m tools.settings_tables --check
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.cuda.yml
 
 format: $(INSTALLED)  ## format the code
 	$(BIN)/ruff check --fix .

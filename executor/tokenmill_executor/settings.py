@@ -34,8 +34,17 @@ class SimulatedCost:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerTls:
+    """Paths of PEM files. With `client_ca`, clients must show a certificate that it has signed (mutual TLS)."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """`model` is "simulated" or an existing path. None leaves the choice to the model or the machine."""
+    """`model` is "simulated" or an existing path. None leaves the choice to the model or the machine; `tls` is None for plaintext."""
 
     model: str
     name: str | None
@@ -60,12 +69,13 @@ class Settings:
     log_format: str
     log_level: str
     simulated: SimulatedCost
+    tls: ServerTls | None
 
 
 def parse_settings(argv: SequenceOf[str], environ: Mapping[str, str]) -> Settings:
     """Flags win over the environment. Raises SettingsError; `--help` prints and raises SystemExit."""
-    parser = _parser()
-    values = vars(parser.parse_args([*_environment_flags(parser, environ), *argv]))
+    flags = parser()
+    values = vars(flags.parse_args([*_environment_flags(flags, environ), *argv]))
     cost = SimulatedCost(
         step_ms=values.pop("simulated_step_ms"),
         prefill_token_us=values.pop("simulated_prefill_token_us"),
@@ -73,7 +83,10 @@ def parse_settings(argv: SequenceOf[str], environ: Mapping[str, str]) -> Setting
         eos_every=values.pop("simulated_eos_every"),
     )
     values["model"] = resolve_model(values["model"], environ)
-    return Settings(**values, simulated=cost)
+    tls = _server_tls(values)
+    for flag in ("tls_cert", "tls_key", "tls_client_ca"):
+        del values[flag]
+    return Settings(**values, simulated=cost, tls=tls)
 
 
 def model_cache(environ: Mapping[str, str]) -> Path:
@@ -110,7 +123,8 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Of all flags; `docs/settings.md` is made from it."""
     parser = _Parser(
         prog="python -m tokenmill_executor",
         description="Runs a model for a tokenmill scheduler.",
@@ -132,6 +146,22 @@ def _environment_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
         if value is not None and action.option_strings:
             flags.append(f"{action.option_strings[-1]}={value}")
     return flags
+
+
+def _server_tls(values: Mapping[str, Any]) -> ServerTls | None:
+    cert, key, client_ca = values["tls_cert"], values["tls_key"], values["tls_client_ca"]
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise SettingsError("--tls-cert and --tls-key are needed for TLS, one is missing: give a certificate and its private key")
+    if values["listen"].startswith("unix:"):
+        raise SettingsError("--tls-cert is of no use on a unix socket, which its file's permissions guard: leave it out")
+    return ServerTls(cert, key, client_ca)
+
+
+def _file(text: str) -> Path | None:
+    """Empty: none, which takes back what the environment says."""
+    return Path(text) if text else None
 
 
 def _count(text: str) -> int:
@@ -212,6 +242,15 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--port-file": {"type": Path, "help": "a file to write the address to, once ready"},
         "--log-format": {"choices": ("console", "json"), "default": "console", "help": "of the log on standard error"},
         "--log-level": {"choices": ("debug", "info", "warning", "error"), "default": "info", "help": "least level logged"},
+    },
+    "security": {
+        "--tls-cert": {"type": _file, "default": None, "help": "PEM file of the certificate to serve with; turns on TLS"},
+        "--tls-key": {"type": _file, "default": None, "help": "PEM file of its private key"},
+        "--tls-client-ca": {
+            "type": _file,
+            "default": None,
+            "help": "PEM file of the authority whose certificates clients must show (mutual TLS)",
+        },
     },
     "simulated model": {
         "--simulated-step-ms": {"type": _duration, "default": 10.0, "help": "what each step takes"},

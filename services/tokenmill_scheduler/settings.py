@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
+from tokenmill_scheduler.tenants import TenantLimits
 
 DEFAULT_LISTEN = "127.0.0.1:7600"
 DEFAULT_EXECUTOR = "127.0.0.1:7601"
@@ -27,8 +28,29 @@ class SettingsError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerTls:
+    """Paths of PEM files. With `client_ca`, clients must show a certificate that it has signed (mutual TLS)."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """Paths of PEM files for calls to executors: the authority that signed their certificates, and a certificate to show."""
+
+    ca: Path
+    cert: Path | None
+    key: Path | None
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """`durability` is "power" (a commit survives a power cut) or "process" (it survives the death of the process only)."""
+    """`durability` is "power" (a commit survives a power cut) or "process" (it survives the death of the process only).
+
+    `tls` and `executor_tls` are None for plaintext; without `auth_tokens` everyone may call.
+    """
 
     listen: str
     executors: tuple[str, ...]
@@ -41,6 +63,11 @@ class Settings:
     grace_period_s: float
     reattach_grace_s: float
     max_message_bytes: int
+    tls: ServerTls | None
+    executor_tls: ClientTls | None
+    auth_tokens: Path | None
+    tenant_limits: TenantLimits
+    max_prompt_tokens: int | None
     port_file: Path | None
     log_format: str
     log_level: str
@@ -48,8 +75,8 @@ class Settings:
 
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Flags win over the environment. Raises SettingsError; `--help` prints and raises SystemExit."""
-    parser = _parser()
-    values = vars(parser.parse_args([*_environment_flags(parser, argv, environ), *argv]))
+    flags = parser()
+    values = vars(flags.parse_args([*_environment_flags(flags, argv, environ), *argv]))
     config = SchedulerConfig(
         max_num_seqs=values["max_num_seqs"],
         max_num_batched_tokens=values["max_num_batched_tokens"],
@@ -75,6 +102,11 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         grace_period_s=values["grace_period"],
         reattach_grace_s=values["reattach_grace"],
         max_message_bytes=values["max_message_bytes"],
+        tls=_server_tls(values),
+        executor_tls=_executor_tls(values),
+        auth_tokens=values["auth_tokens"],
+        tenant_limits=TenantLimits(values["max_tenant_requests"], values["max_tenant_queued_tokens"]),
+        max_prompt_tokens=values["max_prompt_tokens"],
         port_file=values["port_file"],
         log_format=values["log_format"],
         log_level=values["log_level"],
@@ -93,7 +125,8 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Of all flags; `docs/settings.md` is made from it."""
     parser = _Parser(
         prog="python -m tokenmill_scheduler",
         description="Takes requests, keeps them, and batches them onto executors.",
@@ -137,6 +170,33 @@ def _executors(addresses: Sequence[str]) -> tuple[str, ...]:
         if addresses.count(address) > 1:
             raise SettingsError(f"--executor {address} is given twice: name each executor once")
     return tuple(addresses)
+
+
+def _server_tls(values: Mapping[str, Any]) -> ServerTls | None:
+    cert, key, client_ca = values["tls_cert"], values["tls_key"], values["tls_client_ca"]
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise SettingsError("--tls-cert and --tls-key are needed for TLS, one is missing: give a certificate and its private key")
+    if values["listen"].startswith("unix:"):
+        raise SettingsError("--tls-cert is of no use on a unix socket, which its file's permissions guard: leave it out")
+    return ServerTls(cert, key, client_ca)
+
+
+def _executor_tls(values: Mapping[str, Any]) -> ClientTls | None:
+    ca, cert, key = values["executor_tls_ca"], values["executor_tls_cert"], values["executor_tls_key"]
+    if (cert is None) != (key is None):
+        raise SettingsError("--executor-tls-cert and --executor-tls-key go together: give both, or neither")
+    if ca is None and cert is not None:
+        raise SettingsError(
+            "--executor-tls-cert needs --executor-tls-ca: give the authority that signed the executors' certificates"
+        )
+    return None if ca is None else ClientTls(ca, cert, key)
+
+
+def _file(text: str) -> Path | None:
+    """Empty: none, which takes back what the environment says."""
+    return Path(text) if text else None
 
 
 def _count(text: str) -> int:
@@ -215,7 +275,35 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--policy": {"choices": tuple(POLICIES), "default": "fcfs", "help": "the order of the queue"},
         "--watermark": {"type": _share, "default": 0.01, "help": "share of the KV blocks kept back for running sequences"},
     },
+    "security": {
+        "--tls-cert": {"type": _file, "default": None, "help": "PEM file of the certificate to serve with; turns on TLS"},
+        "--tls-key": {"type": _file, "default": None, "help": "PEM file of its private key"},
+        "--tls-client-ca": {
+            "type": _file,
+            "default": None,
+            "help": "PEM file of the authority whose certificates clients must show (mutual TLS)",
+        },
+        "--executor-tls-ca": {
+            "type": _file,
+            "default": None,
+            "help": "PEM file of the authority that signed the executors' certificates; turns on TLS towards them",
+        },
+        "--executor-tls-cert": {"type": _file, "default": None, "help": "PEM file of the certificate to show to executors"},
+        "--executor-tls-key": {"type": _file, "default": None, "help": "PEM file of its private key"},
+        "--auth-tokens": {
+            "type": _file,
+            "default": None,
+            "help": "TOML file of who may call (docs/security.md); without it everyone may",
+        },
+    },
     "limits": {
+        "--max-prompt-tokens": {"type": _count, "default": None, "help": "most tokens of a prompt; without it, the model's limit"},
+        "--max-tenant-requests": {"type": _count, "default": None, "help": "most requests of a tenant, queued and running"},
+        "--max-tenant-queued-tokens": {
+            "type": _count,
+            "default": None,
+            "help": "most tokens of a tenant's queued requests, prompts and the output they may make",
+        },
         "--max-queue-len": {"type": _count, "default": 10_000, "help": "most requests waiting"},
         "--step-timeout": {"type": _timeout, "default": 60.0, "help": "an executor is lost when a step takes longer, in seconds"},
         "--heartbeat-timeout": {
