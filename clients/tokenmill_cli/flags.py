@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import io
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout, suppress
 
 import click
 
 from tokenmill_cli.processes import check_installed
 
-# `serve all` sets these itself.
-_OWN = frozenset({"--port-file", "--executor", "--listen", "--name", "--help"})
+# `serve all` sets these itself; `--listen` is the scheduler's there.
+_OWN = frozenset({"--port-file", "--executor", "--help"})
 
 
 def route(flags: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -22,7 +21,7 @@ def route(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     routed: dict[str, list[str]] = {module: [] for module in known}
     for flag, words in _groups(flags):
         takers = [module for module in known if flag in known[module]]
-        if not takers or flag in _OWN - {"--listen"}:
+        if not takers or flag in _OWN:
             raise click.UsageError(f"No such flag of `serve all`: {flag}")
         for module in ["tokenmill_scheduler"] if flag == "--listen" else takers:
             routed[module] += words
@@ -44,10 +43,8 @@ def _groups(flags: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _known(module: str) -> frozenset[str]:
-    """As the service's own --help has them: the one list that cannot differ from what the service takes."""
     check_installed(module)
-    settings = importlib.import_module(f"{module}.settings")
-    text = io.StringIO()
-    with redirect_stdout(text), suppress(SystemExit):
-        settings.parse_settings(["--help"], {})
-    return frozenset(re.findall(r"^\s+(?:-\w, )?(--[a-z][a-z0-9-]*)", text.getvalue(), re.MULTILINE))
+    parser: argparse.ArgumentParser = importlib.import_module(f"{module}.settings").parser()
+    # As a user sees them: argparse has no public list of its options.
+    usage = parser.format_usage()
+    return frozenset(re.findall(r"--[a-z][a-z0-9-]*", usage))

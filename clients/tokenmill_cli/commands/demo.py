@@ -82,7 +82,7 @@ class _Stage:
         database = f"sqlite:///{self._folder / batching}.db"
         flags = ["--executor", executor, "--database", database, "--batching", batching, "--max-num-seqs", str(_SLOTS)]
         # A burst takes a moment to arrive: static batching is not to start with a batch that is not full.
-        flags += ["--max-waiting-time", "1"]
+        flags += ["--max-waiting-time", "0.5"]
         with self._running("scheduler", "tokenmill_scheduler", *flags) as address:
             with Client(address) as client:
                 client.wait_ready()

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 from tokenmill_cli.exits import ExitCode
 from tokenmill_cli.main import main
 from tokenmill_client import Client
@@ -164,9 +165,6 @@ def test_a_value_that_no_message_can_hold(server: FakeServer, run: Run) -> None:
 
 
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: Client) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("tokenmill_client.blocking.Admin.get_load", interrupt)
     assert run("load")[0] == ExitCode.INTERRUPTED
 
@@ -269,6 +267,22 @@ def test_watch_all_prints_changes_until_interrupted(server: FakeServer, run: Run
     code, out, _ = run("requests", "watch")
     assert code == ExitCode.INTERRUPTED
     assert [line.split()[:2] for line in out.splitlines()] == [["a", "decode"], ["b", "decode"], ["a", "cancelled"]]
+
+
+def test_watch_on_a_terminal_shows_a_table(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit(server, *(f"r{number}" for number in range(30)))
+    terminal = Console(force_terminal=True, highlight=False, width=80, height=12, file=io.StringIO())
+    monkeypatch.setattr("tokenmill_cli.commands.requests.console", lambda: terminal)
+    monkeypatch.setattr("tokenmill_cli.commands.requests.time.sleep", interrupt)
+    assert run("requests", "watch")[0] == ExitCode.INTERRUPTED
+    shown = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 running, 0 waiting, KV 0%" in shown
+    assert "r0" in shown
+    assert "… and 22 more" in shown
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 # ---- the rest ------------------------------------------------------------------------------------------------------------------
