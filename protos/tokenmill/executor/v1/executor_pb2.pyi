@@ -102,6 +102,8 @@ class DescribeResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHING_HASH_ALGO_FIELD_NUMBER: _builtins.int
+    CACHE_VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The executor's name, unique in a deployment."""
     model: _builtins.str
@@ -125,6 +127,10 @@ class DescribeResponse(_message.Message):
     """The highest epoch seen; a scheduler takes a higher one."""
     version: _builtins.str
     """Version of the package, for logs."""
+    prefix_caching_hash_algo: _builtins.str
+    """How blocks of the prefix cache are hashed: "sha256" or "xxhash"; empty without "prefix_caching"."""
+    cache_version: _builtins.str
+    """Names model, weights and type of the cache, part of every hash: blocks of two versions are never shared."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -150,10 +156,12 @@ class DescribeResponse(_message.Message):
         epoch: _builtins.int = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
+        prefix_caching_hash_algo: _builtins.str = ...,
+        cache_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_version", b"cache_version", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "prefix_caching_hash_algo", b"prefix_caching_hash_algo", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,20 +298,30 @@ class Welcome(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    STORED_PARENTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
     def blocks(self) -> Global___Blocks:
         """As they stand now that earlier epochs' sequences are released."""
 
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prefix blocks that are indexed: hashes and their parents, as in Result. At most 65,536; more come with the first results."""
+
+    @_builtins.property
+    def stored_parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         blocks: Global___Blocks | None = ...,
+        stored: _abc.Iterable[_builtins.int] | None = ...,
+        stored_parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "stored", b"stored", "stored_parents", b"stored_parents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,13 +565,17 @@ class Result(_message.Message):
     FAULTS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    STORED_PARENTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     plan_id: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def num_computed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens computed in this step; 0 for one that was finished, unknown or at fault."""
+        """Tokens computed in this step, `num_cached` not among them; 0 for one that was finished, unknown or at fault."""
 
     @_builtins.property
     def num_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -575,6 +597,20 @@ class Result(_message.Message):
     def blocks(self) -> Global___Blocks: ...
     @_builtins.property
     def times(self) -> Global___Times: ...
+    @_builtins.property
+    def num_cached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens taken from the prefix cache by a sequence's first advance, on top of `num_computed`. Empty when all are 0."""
+
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Changes of the prefix index, in the order to apply them: hashes dropped, then hashes stored, each with its parent's (0: none).
+        A hash here is the first 8 bytes, big-endian, of a block's chained hash.
+        """
+
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def stored_parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -589,10 +625,14 @@ class Result(_message.Message):
         faults: _abc.Iterable[Global___Fault] | None = ...,
         blocks: Global___Blocks | None = ...,
         times: Global___Times | None = ...,
+        num_cached: _abc.Iterable[_builtins.int] | None = ...,
+        dropped: _abc.Iterable[_builtins.int] | None = ...,
+        stored: _abc.Iterable[_builtins.int] | None = ...,
+        stored_parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "faults", b"faults", "finishes", b"finishes", "logprobs", b"logprobs", "num_computed", b"num_computed", "num_sampled", b"num_sampled", "plan_id", b"plan_id", "sequence_ids", b"sequence_ids", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped", b"dropped", "epoch", b"epoch", "faults", b"faults", "finishes", b"finishes", "logprobs", b"logprobs", "num_cached", b"num_cached", "num_computed", b"num_computed", "num_sampled", b"num_sampled", "plan_id", b"plan_id", "sequence_ids", b"sequence_ids", "stored", b"stored", "stored_parents", b"stored_parents", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
