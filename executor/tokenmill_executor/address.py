@@ -6,6 +6,7 @@ Must not know: what is served there.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import re
 import socket
@@ -53,6 +54,17 @@ def default_name(address: str) -> str:
     """Host name and port, or host name and path: unique as long as host names are."""
     tail = address.removeprefix(_UNIX) if address.startswith(_UNIX) else address.rpartition(":")[2]
     return f"{socket.gethostname()}:{tail}"
+
+
+def is_open(listen: str) -> bool:
+    """Whether other machines can reach it, so that what passes there is to be protected."""
+    host = listen.rpartition(":")[0].strip("[]")
+    if listen.startswith(_UNIX) or host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
 
 
 def write_port_file(path: Path, address: str) -> None:

@@ -17,11 +17,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tokenmill.executor.v1 import executor_pb2, executor_pb2_grpc
 
-from tokenmill_executor.address import bound_address, default_name, lock_address, write_port_file
+from tokenmill_executor.address import bound_address, default_name, is_open, lock_address, write_port_file
 from tokenmill_executor.engine_thread import EngineThread
 from tokenmill_executor.loading import Loader
 from tokenmill_executor.servicer import ExecutorServicer
 from tokenmill_executor.settings import Settings, SettingsError
+from tokenmill_executor.tls import server_credentials
 
 log = structlog.get_logger(__name__)
 
@@ -55,14 +56,25 @@ class ExecutorServer:
         self.address = ""
 
     async def bind(self) -> None:
-        """Listens, and answers health. Raises SettingsError if the address cannot be had."""
+        """Listens, and answers health. Raises SettingsError if the address cannot be had or a certificate is not right."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        try:
-            port = self._server.add_insecure_port(self._settings.listen)
-        except RuntimeError as error:
-            raise SettingsError(f"--listen {self._settings.listen} cannot be bound: choose a free address here") from error
-        self.address = bound_address(self._settings.listen, port)
+        self.address = bound_address(self._settings.listen, self._listen())
+        if is_open(self.address) and (self._settings.tls is None or self._settings.tls.client_ca is None):
+            log.warning(
+                "whoever reaches this address may drive the executor and read what passes: give --tls-cert, --tls-key and "
+                "--tls-client-ca, or keep the network private"
+            )
         await self._server.start()
+
+    def _listen(self) -> int:
+        listen, tls = self._settings.listen, self._settings.tls
+        credentials = None if tls is None else server_credentials(tls)
+        try:
+            return (
+                self._server.add_insecure_port(listen) if credentials is None else self._server.add_secure_port(listen, credentials)
+            )
+        except RuntimeError as error:
+            raise SettingsError(f"--listen {listen} cannot be bound: choose a free address here") from error
 
     async def load(self) -> None:
         """Loads the model and opens the service. Raises what loading raises."""

@@ -44,7 +44,7 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`model` is "simulated" or an existing path. None leaves the choice to the model or the machine; `tls` is None for plaintext."""
+    """`model` is "simulated" or an existing path. None leaves the choice to the model or the machine; no `tls` is plaintext."""
 
     model: str
     name: str | None

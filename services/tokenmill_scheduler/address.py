@@ -6,6 +6,7 @@ Must not know: what is served there.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 from pathlib import Path
 
@@ -37,6 +38,17 @@ def lock_address(listen: str) -> int | None:
 def bound_address(listen: str, port: int) -> str:
     """`listen` with the port that was really bound."""
     return listen if listen.startswith(_UNIX) else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def is_open(listen: str) -> bool:
+    """Whether other machines can reach it, so that what passes there is to be protected."""
+    host = listen.rpartition(":")[0].strip("[]")
+    if listen.startswith(_UNIX) or host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
 
 
 def write_port_file(path: Path, address: str) -> None:

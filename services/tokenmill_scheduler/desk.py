@@ -38,6 +38,14 @@ class QueueFull(DeskError):
         self.retry_delay_s = retry_delay_s
 
 
+class TenantLimit(DeskError):
+    """The tenant is at a limit of its own (RESOURCE_EXHAUSTED); without a delay, coming again is of no use."""
+
+    def __init__(self, message: str, retry_delay_s: float | None) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
+
+
 class Unavailable(DeskError):
     """The scheduler cannot accept now: no executor yet, ledger away, or shutting down (UNAVAILABLE with a retry delay)."""
 
@@ -172,7 +180,7 @@ class Desk(Protocol):
     def models(self) -> tuple[ServedModel, ...]: ...
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
-        """Returns once the request is durable. Raises RequestExists, QueueFull, Unavailable."""
+        """Returns once the request is durable. Raises RequestExists, QueueFull, TenantLimit, Unavailable."""
 
     async def attach(self, request_id: str, next_index: int) -> Attachment:
         """Raises UnknownRequest, IndexAhead."""

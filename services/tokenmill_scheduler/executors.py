@@ -18,6 +18,7 @@ from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.pacing import Pacer
 from tokenmill_scheduler.session import Fenced, SessionLimits
+from tokenmill_scheduler.settings import ClientTls
 from tokenmill_scheduler.wire import ExecutorFacts
 
 PIPELINE_DEPTH = 2
@@ -35,8 +36,9 @@ class Executors:
         limits: SessionLimits,
         max_message_bytes: int,
         changed: Callable[[], None],
+        tls: ClientTls | None = None,
     ) -> None:
-        self.links = [ExecutorLink(address, self, limits, max_message_bytes) for address in addresses]
+        self.links = [ExecutorLink(address, self, limits, max_message_bytes, tls) for address in addresses]
         self._loop = loop
         self._models = models
         self._ledger = ledger

@@ -18,6 +18,8 @@ from tokenmill_scheduler import wire
 from tokenmill_scheduler.core.records import Blocks, Plan, Result
 from tokenmill_scheduler.ledger.port import LedgerError
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost, describe_error
+from tokenmill_scheduler.settings import ClientTls, SettingsError
+from tokenmill_scheduler.tls import channel_credentials
 
 CALL_TIMEOUT_S = 10.0
 TOKENIZER_TIMEOUT_S = 120.0
@@ -71,11 +73,14 @@ class Backoff:
 
 
 class ExecutorLink:
-    def __init__(self, address: str, owner: LinkOwner, limits: SessionLimits, max_message_bytes: int) -> None:
+    def __init__(
+        self, address: str, owner: LinkOwner, limits: SessionLimits, max_message_bytes: int, tls: ClientTls | None = None
+    ) -> None:
         self.address = address
         self._owner = owner
         self._limits = limits
         self._options = channel_options(max_message_bytes)
+        self._tls = tls
         self._backoff = Backoff(random.Random())
         self._session: Session | None = None
         self.leaving = False
@@ -118,7 +123,7 @@ class ExecutorLink:
             self._owner.unclaim(self)
 
     async def _drive_on_channel(self) -> None:
-        async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
+        async with self._open_channel() as channel:
             stub: pb_grpc.ExecutorServiceAsyncStub = pb_grpc.ExecutorServiceStub(channel)
             try:
                 facts = wire.facts(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S))
@@ -130,6 +135,15 @@ class ExecutorLink:
             session = Session(stub, epoch, self._limits)
             blocks = await session.greet()
             await self._serve(session, facts, blocks)
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        if self._tls is None or self.address.startswith("unix:"):
+            return grpc.aio.insecure_channel(self.address, options=self._options)
+        try:
+            credentials = channel_credentials(self._tls)
+        except SettingsError as error:
+            raise SessionLost(str(error)) from error
+        return grpc.aio.secure_channel(self.address, credentials, options=self._options)
 
     async def _learn_tokenizer(self, stub: pb_grpc.ExecutorServiceAsyncStub, digest: str) -> None:
         if not self._owner.knows_tokenizer(digest):

@@ -15,6 +15,7 @@ from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.desk import Ended, Unavailable
 from tokenmill_scheduler.ledger.port import Record
 from tokenmill_scheduler.streams import Feed
+from tokenmill_scheduler.tenants import TenantUsage
 from tokenmill_scheduler.text.model import TextStream
 
 
@@ -35,6 +36,7 @@ class LiveRequests:
         # Requests that need a reader and have had none, by since when (Unix seconds), oldest first.
         self._orphans: dict[str, float] = {}
         self.with_stop_strings = 0
+        self.tenants = TenantUsage()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -46,6 +48,7 @@ class LiveRequests:
         request_id = live.request.request_id
         assert request_id not in self._by_id
         self._by_id[request_id] = live
+        self.tenants.came(live.request, live.state)
         if not live.request.detached:
             self._orphans[request_id] = now_s
         self.with_stop_strings += bool(live.request.stop)
@@ -94,6 +97,7 @@ class LiveRequests:
 
     def _transitioned(self, record: Transitioned) -> None:
         live = self._by_id[record.request_id]
+        self.tenants.moved(live.request, live.state, record.after)
         live.state = record.after
         if record.after in TERMINAL:
             self.with_stop_strings -= bool(live.request.stop)

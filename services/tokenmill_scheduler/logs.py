@@ -14,7 +14,8 @@ def configure_logs(log_format: str, level: str) -> None:
     renderer: list[Any] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if log_format == "json"
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        # Plain: the default shows the local variables of every frame, prompts and tokens among them.
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
     )
     structlog.configure(
         processors=[

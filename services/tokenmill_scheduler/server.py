@@ -18,7 +18,8 @@ from grpc_reflection.v1alpha import reflection
 from tokenmill.admin.v1 import admin_pb2, admin_pb2_grpc
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from tokenmill_scheduler.address import bound_address, lock_address, write_port_file
+from tokenmill_scheduler.access import Access
+from tokenmill_scheduler.address import bound_address, is_open, lock_address, write_port_file
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors
@@ -31,10 +32,12 @@ from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.recovery import recover
 from tokenmill_scheduler.service import RETRY_DELAY_S, Service
 from tokenmill_scheduler.servicers.admin import AdminServicer
+from tokenmill_scheduler.servicers.auth import AuthInterceptor
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.session import SessionLimits
 from tokenmill_scheduler.settings import Settings, SettingsError
+from tokenmill_scheduler.tls import channel_credentials, server_credentials
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +55,13 @@ class SchedulerServer:
     """The gRPC server and all behind it, over a ledger that the caller opens and closes."""
 
     def __init__(self, settings: Settings, ledger: Ledger) -> None:
+        """Raises SettingsError when a file of certificates or tokens is not right."""
         self._settings = settings
+        self._credentials = None if settings.tls is None else server_credentials(settings.tls)
+        if settings.executor_tls is not None:
+            # Each connection reads the files anew; that they are right is to be known now.
+            channel_credentials(settings.executor_tls)
+        self.access = Access(settings.auth_tokens, settings.tenant_limits)
         self._ledger = ledger
         self._writer = LedgerWriter(ledger, self._ledger_failed)
         self._models = Models()
@@ -68,8 +77,9 @@ class SchedulerServer:
             SessionLimits(settings.step_timeout_s, settings.heartbeat_timeout_s),
             settings.max_message_bytes,
             self._health.changed,
+            settings.executor_tls,
         )
-        self.service = Service(settings.max_queue_len, self.loop, self._models, ledger, self._writer)
+        self.service = Service(settings.max_queue_len, self.loop, self._models, ledger, self._writer, self.access.limits)
         self._stopping = False
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
@@ -77,14 +87,12 @@ class SchedulerServer:
 
     async def start(self) -> None:
         """Raises SettingsError when the address cannot be had."""
-        try:
-            port = self._server.add_insecure_port(self._settings.listen)
-        except RuntimeError as error:
-            raise SettingsError(f"--listen {self._settings.listen} cannot be bound: choose a free address") from error
-        self.address = bound_address(self._settings.listen, port)
+        self.address = bound_address(self._settings.listen, self._bind())
+        self._warn_of_open_doors()
         self._writer.start()
         await recover(self._ledger, self.loop)
-        self._tasks = [asyncio.create_task(self.loop.tick()), asyncio.create_task(self._health.watch())]
+        watches = (self.loop.tick(), self._health.watch(), self.access.watch())
+        self._tasks = [asyncio.create_task(watch) for watch in watches]
         await self._server.start()
         self.executors.start()
 
@@ -110,6 +118,23 @@ class SchedulerServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _bind(self) -> int:
+        listen, credentials = self._settings.listen, self._credentials
+        try:
+            if credentials is None:
+                return self._server.add_insecure_port(listen)
+            return self._server.add_secure_port(listen, credentials)
+        except RuntimeError as error:
+            raise SettingsError(f"--listen {listen} cannot be bound: choose a free address") from error
+
+    def _warn_of_open_doors(self) -> None:
+        if not is_open(self.address):
+            return
+        if self._credentials is None:
+            log.warning("requests and tokens pass in plain text: give --tls-cert and --tls-key, or keep the network private")
+        if not self.access.needs_token:
+            log.warning("whoever reaches this address may use and operate the service: give --auth-tokens, or keep it private")
+
     def _ledger_failed(self, error: Exception) -> None:
         self.loop.fail(error)
 
@@ -128,7 +153,7 @@ class SchedulerServer:
     def _make_server(self) -> grpc.aio.Server:
         max_message_bytes = self._settings.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[ErrorInterceptor(), AuthInterceptor(self.access)],
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
@@ -141,7 +166,8 @@ class SchedulerServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
             ],
         )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.service, Intake(self.service)), server)
+        intake = Intake(self.service, max_prompt_tokens=self._settings.max_prompt_tokens)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.service, intake), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.service), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

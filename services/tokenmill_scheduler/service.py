@@ -26,6 +26,7 @@ from tokenmill_scheduler.desk import (
     RequestStatus,
     ServedModel,
     Submitted,
+    TenantLimit,
     Unavailable,
     UnknownRequest,
 )
@@ -44,6 +45,7 @@ from tokenmill_scheduler.live import LiveRequest
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.streams import Feed, FeedReader, check_index
+from tokenmill_scheduler.tenants import TenantLimits, num_tokens
 
 T = TypeVar("T")
 RETRY_DELAY_S = 1.0
@@ -67,12 +69,15 @@ class Service:
         models: Models,
         ledger: Ledger,
         writer: RecordWriter,
+        tenant_limits: Callable[[str], TenantLimits] = lambda tenant: TenantLimits(),
     ) -> None:
+        """`tenant_limits` gives those of a tenant as they are now."""
         self._max_queue_len = max_queue_len
         self._loop = loop
         self._models = models
         self._ledger = ledger
         self._writer = writer
+        self._tenant_limits = tenant_limits
         self._arriving: dict[str, _Arrival] = {}
         self._closed = False
 
@@ -103,14 +108,16 @@ class Service:
         return Submitted(request.request_id, joined=outcome is Outcome.JOINED)
 
     def _arrive(self, request: Request, payload_digest: bytes) -> _Arrival:
-        """Raises QueueFull."""
+        """Raises QueueFull, TenantLimit."""
         if self._loop.live.get(request.request_id) is None:
             self._check_queue()
+            self._check_tenant(request)
         # A task of its own: a request that is durable reaches the core whatever has become of its client's call.
         arrival = _Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest))))
         # Who waits for it may be gone when it fails.
         arrival.outcome.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._arriving[request.request_id] = arrival
+        self._loop.live.tenants.came(request)
         return arrival
 
     async def _write(self, submission: Submission) -> Outcome:
@@ -121,6 +128,8 @@ class Service:
         except LedgerUnavailable as error:
             raise Unavailable("the database cannot be written for now", RETRY_DELAY_S) from error
         finally:
+            # Once accepted it is counted as a live one.
+            self._loop.live.tenants.left(submission.request)
             del self._arriving[submission.request.request_id]
         return outcome
 
@@ -134,6 +143,18 @@ class Service:
         queued = self._loop.num_waiting + len(self._arriving)
         if queued >= self._max_queue_len:
             raise QueueFull(f"{queued} requests are queued, the most that --max-queue-len allows", RETRY_DELAY_S)
+
+    def _check_tenant(self, request: Request) -> None:
+        tenant, limits, usage = request.tenant, self._tenant_limits(request.tenant), self._loop.live.tenants.of(request.tenant)
+        if limits.max_requests is not None and usage.requests >= limits.max_requests:
+            raise TenantLimit(f"tenant {tenant} has {usage.requests} requests, the most that it may have", RETRY_DELAY_S)
+        most, tokens = limits.max_queued_tokens, num_tokens(request)
+        if most is not None and tokens > most:
+            words = f"the request may come to {tokens} tokens, more than the {most} that tenant {tenant} may have queued"
+            raise TenantLimit(f"{words}: ask for a lower max_tokens", retry_delay_s=None)
+        if most is not None and usage.queued_tokens + tokens > most:
+            words = f"tenant {tenant} has {usage.queued_tokens} tokens queued and may have {most}"
+            raise TenantLimit(f"{words}; the request may come to {tokens}", RETRY_DELAY_S)
 
     async def _arrival_over(self, request_id: str) -> None:
         if arrival := self._arriving.get(request_id):

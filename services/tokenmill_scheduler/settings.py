@@ -120,6 +120,11 @@ def settings_from_process(argv: Sequence[str]) -> Settings:
 # ---- flags ---------------------------------------------------------------------------------------------------------------------
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)
@@ -132,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
         description="Takes requests, keeps them, and batches them onto executors.",
         epilog="Each flag is also an environment variable: --max-num-seqs is TOKENMILL_MAX_NUM_SEQS; TOKENMILL_EXECUTOR takes "
         "several addresses with commas between them. A flag wins.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     for group, flags in _FLAGS.items():
@@ -188,9 +193,7 @@ def _executor_tls(values: Mapping[str, Any]) -> ClientTls | None:
     if (cert is None) != (key is None):
         raise SettingsError("--executor-tls-cert and --executor-tls-key go together: give both, or neither")
     if ca is None and cert is not None:
-        raise SettingsError(
-            "--executor-tls-cert needs --executor-tls-ca: give the authority that signed the executors' certificates"
-        )
+        raise SettingsError("--executor-tls-cert needs --executor-tls-ca: give the authority of the executors' certificates")
     return None if ca is None else ClientTls(ca, cert, key)
 
 

@@ -30,9 +30,11 @@ async def read_prompt(prompt: Prompt, field: str, model: ServedModel, violations
     return _in_vocabulary(token_ids, f"{field}.{prompt.WhichOneof('form')}", model.vocab_size, violations)
 
 
-def check_length(num_tokens: int, field: str, model: ServedModel, violations: Violations) -> None:
-    """A prompt must leave room for one output token, in the model's context and in the largest KV pool."""
-    if num_tokens >= model.max_model_len:
+def check_length(num_tokens: int, field: str, model: ServedModel, most: int | None, violations: Violations) -> None:
+    """A prompt must leave room for one output token, in the model's context and in the largest KV pool; `most` may be less."""
+    if most is not None and num_tokens > most:
+        limit = f"this service takes {most} (--max-prompt-tokens)"
+    elif num_tokens >= model.max_model_len:
         limit = f"the model takes {model.max_model_len} tokens with at least one of output"
     elif num_tokens >= model.pool_tokens:
         limit = f"the largest KV cache holds {model.pool_tokens} tokens with at least one of output"

@@ -41,9 +41,15 @@ class Intake:
     """`randbits(n)` draws n random bits, for seeds and ids that clients leave open; `clock` gives Unix seconds."""
 
     def __init__(
-        self, desk: Desk, clock: Callable[[], float] = time.time, randbits: Callable[[int], int] = secrets.randbits
+        self,
+        desk: Desk,
+        clock: Callable[[], float] = time.time,
+        randbits: Callable[[int], int] = secrets.randbits,
+        max_prompt_tokens: int | None = None,
     ) -> None:
+        """`max_prompt_tokens` is this service's own limit beside the model's."""
         self._desk = desk
+        self._max_prompt_tokens = max_prompt_tokens
         self._clock = clock
         self._randbits = randbits
 
@@ -53,7 +59,7 @@ class Intake:
         violations = Violations()
         _check_envelope(spec, violations)
         prompt = await read_prompt(spec.prompt, "request.prompt", model, violations)
-        check_length(len(prompt), "request.prompt", model, violations)
+        check_length(len(prompt), "request.prompt", model, self._max_prompt_tokens, violations)
         room = _room(len(prompt), model)
         sampling = read_sampling(spec.sampling, "request.sampling", model.vocab_size, room, lambda: self._randbits(63), violations)
         violations.raise_any()

@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 from tokenmill_scheduler import desk
 from tokenmill_scheduler.intake import InvalidArgument
 from tokenmill_scheduler.ledger.port import LedgerUnavailable
+from tokenmill_scheduler.servicers import auth
 
 DOMAIN = "tokenmill"
 _LEDGER_RETRY_S = 1.0
@@ -33,9 +34,12 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
     desk.RequestExists: (code_pb2.ALREADY_EXISTS, "REQUEST_EXISTS"),
     desk.UnknownModel: (code_pb2.NOT_FOUND, "UNKNOWN_MODEL"),
     desk.QueueFull: (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    desk.TenantLimit: (code_pb2.RESOURCE_EXHAUSTED, "TENANT_LIMIT"),
     desk.Unavailable: (code_pb2.UNAVAILABLE, "UNAVAILABLE"),
     desk.IndexAhead: (code_pb2.OUT_OF_RANGE, "INDEX_AHEAD"),
     desk.RequestEnded: (code_pb2.FAILED_PRECONDITION, "REQUEST_ENDED"),
+    auth.Unauthenticated: (code_pb2.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    auth.PermissionDenied: (code_pb2.PERMISSION_DENIED, "PERMISSION_DENIED"),
 }
 
 log = structlog.get_logger(__name__)
@@ -80,7 +84,7 @@ def status_of(error: Exception) -> status_pb2.Status | None:
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
     if isinstance(error, InvalidArgument):
         status.details.add().Pack(_bad_request(error))
-    if isinstance(error, desk.QueueFull | desk.Unavailable):
+    if isinstance(error, desk.QueueFull | desk.TenantLimit | desk.Unavailable) and error.retry_delay_s is not None:
         status.details.add().Pack(_retry_info(error.retry_delay_s))
     return status
 

@@ -21,6 +21,7 @@ from tokenmill_scheduler.desk import Attachment, Desk, Ended, RequestStatus, Una
 from tokenmill_scheduler.intake import Intake, Taken
 from tokenmill_scheduler.intake.fields import read_reason, read_request_id
 from tokenmill_scheduler.servicers import convert
+from tokenmill_scheduler.servicers.auth import check_visible, claim
 from tokenmill_scheduler.servicers.events import EventWriter, split, wants_text, wants_token_ids
 from tokenmill_scheduler.text.stream import TextStream
 
@@ -44,6 +45,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        claim(request.request)
         taken = await self._intake.take(request.request, detached=request.request.detached)
         attachment = await self._open(taken)
         output = request.output if request.HasField("output") else None
@@ -52,22 +54,25 @@ class InferenceServicer(InferenceServiceServicer):
                 yield response
 
     async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.SubmitResponse:
+        claim(request.request)
         taken = await self._intake.take(request.request, detached=True)
         submitted = await self._desk.submit(taken.request, taken.payload_digest)
         return pb.SubmitResponse(request_id=submitted.request_id, prompt_tokens=len(taken.request.prompt), joined=submitted.joined)
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncIterator[pb.AttachResponse]:
-        request_id = read_request_id(request.request_id)
         output = request.output if request.HasField("output") else None
+        status = await self._visible(request.request_id)
         if wants_text(output):
-            await self._check_model(request_id)
-        attachment = await self._desk.attach(request_id, request.next_index)
+            # Unavailable until the model is known, as after a restart. Asked before a stream is opened: closing one again would
+            # cancel a request that nobody else reads.
+            self._desk.model(status.stored.request.model)
+        attachment = await self._desk.attach(request.request_id, request.next_index)
         async with aclosing(attachment.chunks), aclosing(self._relay(attachment, output, pb.AttachResponse)) as responses:
             async for response in responses:
                 yield response
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:
-        status = await self._desk.status(read_request_id(request.request_id))
+        status = await self._visible(request.request_id)
         response = pb.GetRequestResponse(request=convert.request_info(status))
         if request.include_output:
             output = await self._desk.output(request.request_id)
@@ -77,7 +82,8 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         reason = read_reason(request.reason, "cancelled by the client")
-        cancellation = await self._desk.cancel(read_request_id(request.request_id), reason)
+        await self._visible(request.request_id)
+        cancellation = await self._desk.cancel(request.request_id, reason)
         return pb.CancelResponse(state=convert.STATES[cancellation.state], already_ended=cancellation.already_ended)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
@@ -125,12 +131,11 @@ class InferenceServicer(InferenceServiceServicer):
         submitted = await self._desk.submit(taken.request, taken.payload_digest)
         return await self._desk.attach(submitted.request_id, 0)
 
-    async def _check_model(self, request_id: str) -> None:
-        """Raises Unavailable until the request's model is known, as after a restart.
-
-        To be asked before a stream is opened: closing one again would cancel a request that nobody else reads.
-        """
-        self._desk.model((await self._desk.status(request_id)).stored.request.model)
+    async def _visible(self, request_id: str) -> RequestStatus:
+        """Of a request that the caller may know of. Raises InvalidArgument, UnknownRequest."""
+        status = await self._desk.status(read_request_id(request_id))
+        check_visible(status)
+        return status
 
     async def _text_of(self, status: RequestStatus, token_ids: tuple[int, ...]) -> str:
         """As a stream would have shown it by now."""

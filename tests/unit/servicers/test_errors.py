@@ -29,10 +29,10 @@ def test_every_error_of_the_desk_has_a_status_and_a_reason_of_its_own() -> None:
         for _, kind in inspect.getmembers(desk, inspect.isclass)
         if issubclass(kind, desk.DeskError) and kind is not desk.DeskError
     ]
-    assert len(kinds) == 7
+    assert len(kinds) == 8
     reasons = set()
     for kind in kinds:
-        waits = issubclass(kind, desk.QueueFull | desk.Unavailable)
+        waits = issubclass(kind, desk.QueueFull | desk.TenantLimit | desk.Unavailable)
         status = status_of(kind("words", 1.0) if waits else kind("words"))
         assert status is not None
         assert status.message == "words"
