@@ -13,7 +13,7 @@
 #include "kernels.h"
 #include "tile.h"
 
-namespace tm {
+namespace tokenmill {
 namespace {
 
 constexpr int kTileBlocks = 6;
@@ -322,4 +322,4 @@ void merge_partials(const Model& m, const AttentionItem* items, int num_items, c
     }
 }
 
-}  // namespace tm
+}  // namespace tokenmill

@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-namespace tm {
+namespace tokenmill {
 namespace {
 
 // 1 / sqrt(mean of squares + eps); Zhang and Sennrich, 2019.
@@ -141,4 +141,4 @@ void rotate_and_cache(const Model& m, const Layer& layer, const Batch& b, float*
     }
 }
 
-}  // namespace tm
+}  // namespace tokenmill

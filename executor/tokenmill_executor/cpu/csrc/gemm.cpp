@@ -5,7 +5,7 @@
 #include "kernels.h"
 #include "tile.h"
 
-namespace tm {
+namespace tokenmill {
 namespace {
 
 constexpr int kVectors = kPanel / kLanes;
@@ -88,12 +88,14 @@ struct Int8Panel {
             Ints sums[R][kVectors];
             TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < kVectors; c++) sums[r][c] =
                 splat_int(uint32_t(offsets[r * groups + g]));
-            _Pragma("GCC unroll 1") for (int k = 0; k < kGroup / 4; k++) {
+            _Pragma("GCC unroll 2") for (int k = 0; k < kGroup / 4; k++) {
                 const Quad* bk = b + k * kPanel;
                 const Ints columns[kVectors] = {load_ints(bk), load_ints(bk + 16), load_ints(bk + 32)};
                 TM_UNROLL for (int c = 0; c < kVectors; c++) prefetch((const char*)(bk + 16 * c) + kAhead);
-                TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < kVectors; c++) sums[r][c] =
-                    dot_quads(sums[r][c], columns[c], a + r * quads + k);
+                TM_UNROLL for (int r = 0; r < R; r++) {
+                    const Ints broadcast = splat_int(a[r * quads + k]);
+                    TM_UNROLL for (int c = 0; c < kVectors; c++) sums[r][c] = dot_quads(sums[r][c], columns[c], broadcast);
+                }
             }
             TM_UNROLL for (int r = 0; r < R; r++) {
                 const Floats scale = splat(scales[r * groups + g]);
@@ -157,4 +159,4 @@ void quantize_rows(const Matrix& next, int rows, const Activations& both) {
     for (int row = 0; row < rows; row++) quantize_row(both.values + int64_t(row) * next.depth, next.depth, row, both);
 }
 
-}  // namespace tm
+}  // namespace tokenmill

@@ -9,7 +9,7 @@
 
 #include "vec.h"
 
-namespace tm {
+namespace tokenmill {
 
 constexpr int kBlock = 16;     // positions in a KV block: as many as lanes
 constexpr int kPanel = 48;     // columns of a weight panel
@@ -119,4 +119,4 @@ void attention(const Model& m, const Layer& layer, const Batch& b, const bf16* q
 size_t attention_scratch_bytes(int threads);
 void merge_partials(const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out);
 
-}  // namespace tm
+}  // namespace tokenmill

@@ -8,7 +8,7 @@
 
 #include "kernels.h"
 
-namespace tm {
+namespace tokenmill {
 namespace {
 
 // The arrays of a step, laid out in the caller's memory.
@@ -128,21 +128,21 @@ const char* check(const Model& m, const Batch& b) {
 }
 
 }  // namespace
-}  // namespace tm
+}  // namespace tokenmill
 
 // Only these names leave the library.
 #pragma GCC visibility push(default)
 extern "C" {
 
-const char* tm_check(const tm::Model* m, const tm::Batch* b) { return tm::check(*m, *b); }
+const char* tm_check(const tokenmill::Model* m, const tokenmill::Batch* b) { return tokenmill::check(*m, *b); }
 
-size_t tm_workspace_bytes(const tm::Model* m, const tm::Batch* b) { return tm::lay_out(*m, *b, nullptr).bytes; }
+size_t tm_workspace_bytes(const tokenmill::Model* m, const tokenmill::Batch* b) { return tokenmill::lay_out(*m, *b, nullptr).bytes; }
 
-size_t tm_kv_head_bytes(int kv_kind, int head_dim) { return tm::kv_head_bytes(kv_kind, head_dim); }
+size_t tm_kv_head_bytes(int kv_kind, int head_dim) { return tokenmill::kv_head_bytes(kv_kind, head_dim); }
 
 // A batch that tm_check passes; `workspace` as large as tm_workspace_bytes says; logits [samples, vocab].
-void tm_step(const tm::Model* model, const tm::Batch* batch, void* workspace, float* logits) {
-    using namespace tm;
+void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void* workspace, float* logits) {
+    using namespace tokenmill;
     const Model& m = *model;
     const Batch& b = *batch;
     const Workspace w = lay_out(m, b, workspace);
@@ -160,8 +160,8 @@ void tm_step(const tm::Model* model, const tm::Batch* batch, void* workspace, fl
 }
 
 // One matrix product, one norm and one attention by themselves, for the tests.
-void tm_gemm(const tm::Matrix* weight, const uint16_t* in, int rows, int store, float* floats, uint16_t* halves, int threads, void* workspace) {
-    using namespace tm;
+void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int store, float* floats, uint16_t* halves, int threads, void* workspace) {
+    using namespace tokenmill;
     Arena arena{(char*)workspace};
     const Activations a = arena.activations(rows, weight->depth);
     std::copy_n(in, int64_t(rows) * weight->depth, a.values);

@@ -3,7 +3,7 @@
 
 #include "vec.h"
 
-namespace tm {
+namespace tokenmill {
 
 template <int R, int C>
 struct Tile {
@@ -40,4 +40,4 @@ TM_INLINE void for_row_tiles(F& f, int begin, int end) {
     for (int row = begin; row < end; row += M) run_tile<M>(f, end - row, row);
 }
 
-}  // namespace tm
+}  // namespace tokenmill

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace tm {
+namespace tokenmill {
 
 using bf16 = uint16_t;
 using Pair = uint32_t;
@@ -55,10 +55,10 @@ TM_INLINE Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi32
 
 // acc + the products of two bfloat16 pairs a lane.
 TM_INLINE Floats dot_pairs(Floats acc, Ints a, Ints b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-// acc + the products of four unsigned a and, of the same four signed bytes at p, in every lane. Written in assembly because the compiler
-// otherwise spills the accumulators.
-TM_INLINE Ints dot_quads(Ints acc, Ints a, const Quad* p) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(*p));
+// acc + the products of four unsigned bytes of a and four signed ones of b a lane. Written in assembly because the compiler otherwise
+// spills the accumulators.
+TM_INLINE Ints dot_quads(Ints acc, Ints a, Ints b) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
 }
 
@@ -172,10 +172,7 @@ TM_INLINE __m256i dot_quads_half(__m256i acc, __m256i a, __m256i b) {
     acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(a, even), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8)));
 }
-TM_INLINE Ints dot_quads(Ints acc, Ints a, const Quad* p) {
-    const __m256i b = _mm256_set1_epi32(int(*p));
-    return {dot_quads_half(acc.low, a.low, b), dot_quads_half(acc.high, a.high, b)};
-}
+TM_INLINE Ints dot_quads(Ints acc, Ints a, Ints b) { return {dot_quads_half(acc.low, a.low, b.low), dot_quads_half(acc.high, a.high, b.high)}; }
 
 // To nearest, ties to even; not a number keeps its quiet bit.
 TM_INLINE __m256i round_bf16(__m256 x) {
@@ -252,4 +249,4 @@ TM_INLINE Floats silu(Floats x) {
 
 TM_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
-}  // namespace tm
+}  // namespace tokenmill
