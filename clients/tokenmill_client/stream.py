@@ -40,7 +40,8 @@ class AsyncStream(AsyncIterator[Delta]):
     Each output token comes once, in order, also when the scheduler restarts in mid-stream; if the server breaks that rule,
     BrokenStream is raised. A request that ends other than DONE raises RequestFailed, RequestCancelled or RequestExpired with the
     output so far. Leave early with `aclose()` or `async with`: the server then cancels a request that is not detached.
-    A cancelled read (`asyncio.timeout` around it, too) closes the stream.
+    A cancelled read (`asyncio.timeout` around it, too) closes the stream. To a scheduler that lives on, a lost connection is the
+    same as leaving: what must outlive one is asked for with `detached=True`.
     """
 
     def __init__(self, transport: Transport, connect: Connect, progress: Progress, timeout: float | None) -> None:

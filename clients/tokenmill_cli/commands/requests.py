@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Any
 
 import click
-from rich.console import Group
-from rich.live import Live
 from rich.table import Table
-from tokenmill_client import Client, RequestFilter, RequestInfo, RequestState
+from tokenmill_client import Client, RequestFilter, RequestInfo
 from tokenmill_client.records import CancelOutcome, RequestLife
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.exits import CommandError, ExitCode
 from tokenmill_cli.filters import filter_options, request_filter
-from tokenmill_cli.output import age, facts, local_time, print_json, print_json_line, show, table
-
-_COLUMNS = ("REQUEST", "STATE", "PRIO", "TOKENS", "AGE", "TENANT")
-_UNFINISHED = tuple(state for state in RequestState if not state.ended)
+from tokenmill_cli.output import facts, local_time, print_json, show, table
+from tokenmill_cli.watching import request_table, watch_lines, watch_one, watch_table
 
 
 @click.group()
@@ -45,22 +40,7 @@ def list_(app: App, oldest_first: bool, limit: int, **conditions: Any) -> None:
     if app.json:
         print_json(infos)
     else:
-        show(console(), _table(infos))
-
-
-def _table(infos: Sequence[RequestInfo]) -> Table:
-    rows = [
-        (
-            info.request_id,
-            info.state,
-            info.priority,
-            f"{info.usage.prompt_tokens}+{info.usage.output_tokens}",
-            age(info.submitted_at),
-            info.tenant,
-        )
-        for info in infos
-    ]
-    return table(_COLUMNS, rows, right=("PRIO", "TOKENS", "AGE"))
+        show(console(), request_table(infos))
 
 
 @requests.command("get")
@@ -206,67 +186,8 @@ def watch(app: App, request_id: str | None, interval: float, **conditions: Any) 
     """
     with app.client() as client:
         if request_id is not None:
-            _watch_one(app, client, request_id, interval)
+            watch_one(app, client, request_id, interval)
         elif app.json or not console().is_terminal:
-            _watch_lines(app, client, request_filter(**conditions), interval)
+            watch_lines(app, client, request_filter(**conditions), interval)
         else:
-            _watch_table(client, request_filter(**conditions), interval)
-
-
-def _watch_one(app: App, client: Client, request_id: str, interval_s: float) -> None:
-    """Each move between states once, with its reason."""
-    shown = 0
-    while True:
-        life = client.admin.get_request(request_id)
-        for move in life.transitions[shown:]:
-            if app.json:
-                print_json_line(move)
-            else:
-                click.echo(f"{local_time(move.at)}  {move.after:<9}  {move.reason}".rstrip())
-        shown = len(life.transitions)
-        if life.info.state.ended:
-            return
-        time.sleep(interval_s)
-
-
-def _watch_lines(app: App, client: Client, condition: RequestFilter, interval_s: float) -> None:
-    last: dict[str, RequestInfo] = {}
-    while True:
-        infos = _unfinished(client, condition)
-        now = {info.request_id: info for info in infos}
-        gone = [_found(client, request_id) for request_id in last.keys() - now.keys()]
-        for info in [*gone, *infos]:
-            before = last.get(info.request_id)
-            if before is None or (before.state, before.priority) != (info.state, info.priority):
-                _line(app, info)
-        last = now
-        time.sleep(interval_s)
-
-
-def _found(client: Client, request_id: str) -> RequestInfo:
-    return client.admin.get_request(request_id).info
-
-
-def _line(app: App, info: RequestInfo) -> None:
-    if app.json:
-        print_json_line(info)
-    else:
-        tokens = f"{info.usage.prompt_tokens}+{info.usage.output_tokens}"
-        click.echo(f"{info.request_id}  {info.state:<9}  priority {info.priority}  {tokens} tokens  {info.wait_reason}".rstrip())
-
-
-def _watch_table(client: Client, condition: RequestFilter, interval_s: float) -> None:
-    with Live(console=console(), auto_refresh=False, screen=False) as live:
-        while True:
-            infos, load = _unfinished(client, condition), client.admin.get_load()
-            head = f"{load.num_requests_running} running, {load.num_requests_waiting} waiting, KV {load.kv_cache_usage:.0%}"
-            rows = max(1, live.console.height - 4)
-            more = f"… and {len(infos) - rows} more" if len(infos) > rows else ""
-            live.update(Group(head, _table(infos[:rows]), more), refresh=True)
-            time.sleep(interval_s)
-
-
-def _unfinished(client: Client, condition: RequestFilter) -> list[RequestInfo]:
-    if not condition.states:
-        condition = RequestFilter(_UNFINISHED, condition.tenant, condition.min_priority, condition.max_priority, condition.model)
-    return list(client.admin.list_requests(condition, oldest_first=True, page_size=1_000))
+            watch_table(client, request_filter(**conditions), interval)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2, types_pb2
 
 from tokenmill_client import records
 from tokenmill_client.errors import ServerError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 def stream_event(response: object) -> records.StreamEvent | None:
@@ -98,18 +104,21 @@ def tokenized(response: inference_pb2.TokenizeResponse) -> records.Tokenized:
 
 
 def model(message: inference_pb2.Model) -> records.Model:
-    return records.Model(**_fields(message))
+    return _record(records.Model, message)
 
 
 def request_info(info: types_pb2.RequestInfo) -> records.RequestInfo:
-    times = {name: _time(info, name) for name in ("submitted_at", "first_token_at", "finished_at", "deadline")}
-    converted = {
-        "state": _state(info.state),
-        "finish_reason": _finish_reason(info.finish_reason),
-        "usage": _usage(info.usage),
-        "lane": _lane(info.lane),
-    }
-    return records.RequestInfo(**{**_fields(info), **converted, **times})
+    return _record(
+        records.RequestInfo,
+        info,
+        state=_state(info.state),
+        finish_reason=_finish_reason(info.finish_reason),
+        usage=_usage(info.usage),
+        submitted_at=_time(info, "submitted_at"),
+        first_token_at=_time(info, "first_token_at"),
+        finished_at=_time(info, "finished_at"),
+        deadline=_time(info, "deadline"),
+    )
 
 
 def request_snapshot(response: inference_pb2.GetRequestResponse) -> records.RequestSnapshot:
@@ -132,13 +141,14 @@ def cancel_outcome(outcome: admin_pb2.CancelRequestsResponse.Outcome) -> records
 
 
 def executor(message: admin_pb2.Executor) -> records.Executor:
-    return records.Executor(**{**_fields(message), "joined_at": _time(message, "joined_at")})
+    return _record(records.Executor, message, joined_at=_time(message, "joined_at"))
 
 
 def load(response: admin_pb2.GetLoadResponse) -> records.Load:
-    return records.Load(**_fields(response))
+    return _record(records.Load, response)
 
 
-def _fields(message: Any) -> dict[str, Any]:
-    """All fields by name: records name theirs as the message does."""
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+def _record(kind: type[R], message: Any, **converted: Any) -> R:
+    """A record of the message's fields of the same names, but for those given. Fields the record lacks are a newer server's."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: converted[name] if name in converted else getattr(message, name) for name in names})

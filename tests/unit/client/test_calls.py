@@ -7,11 +7,13 @@ from datetime import UTC, datetime
 
 import grpc
 import pytest
+from tokenmill.inference.v1 import types_pb2
 from tokenmill_client import (
     AlreadyEnded,
     AlreadyExists,
     AsyncClient,
     DeadlineExceeded,
+    FinishReason,
     InvalidRequest,
     NotFound,
     RequestFilter,
@@ -157,6 +159,13 @@ async def test_cancel_requests(client: AsyncClient) -> None:
     assert (missing.state, missing.not_found) == (None, True)
     (again,) = await client.admin.cancel_requests(condition=RequestFilter(tenant="default"))
     assert again.already_ended
+
+
+def test_every_state_and_finish_reason_of_the_protocol_has_its_record() -> None:
+    states = {name.removeprefix("REQUEST_STATE_") for name in types_pb2.RequestState.keys()}
+    reasons = {name.removeprefix("FINISH_REASON_") for name in types_pb2.FinishReason.keys()}
+    assert states - {"UNSPECIFIED"} == {state.name for state in RequestState}
+    assert reasons - {"UNSPECIFIED"} == {reason.name for reason in FinishReason}
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def test_watch_all_prints_changes_until_interrupted(server: FakeServer, run: Run
             with Client(server.address) as client:
                 client.cancel(request_id)
 
-    monkeypatch.setattr("tokenmill_cli.commands.requests.time.sleep", sleep)
+    monkeypatch.setattr("tokenmill_cli.watching.time.sleep", sleep)
     code, out, _ = run("requests", "watch")
     assert code == ExitCode.INTERRUPTED
     assert [line.split()[:2] for line in out.splitlines()] == [["a", "decode"], ["b", "decode"], ["a", "cancelled"]]
@@ -272,8 +272,9 @@ def test_watch_all_prints_changes_until_interrupted(server: FakeServer, run: Run
 def test_watch_on_a_terminal_shows_a_table(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     submit(server, *(f"r{number}" for number in range(30)))
     terminal = Console(force_terminal=True, highlight=False, width=80, height=12, file=io.StringIO())
+    monkeypatch.setattr("tokenmill_cli.watching.console", lambda: terminal)
     monkeypatch.setattr("tokenmill_cli.commands.requests.console", lambda: terminal)
-    monkeypatch.setattr("tokenmill_cli.commands.requests.time.sleep", interrupt)
+    monkeypatch.setattr("tokenmill_cli.watching.time.sleep", interrupt)
     assert run("requests", "watch")[0] == ExitCode.INTERRUPTED
     shown = terminal.file.getvalue()  # type: ignore[attr-defined]
     assert "1 running, 0 waiting, KV 0%" in shown
