@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """`idle_share` and `margin`: of the wall time; None where there is nothing to wait for."""
+    """`idle_share`: of the wall time, what the executor waited for a plan while work waited."""
 
     tokens_per_s: float
     outputs: list[list[int]]
