@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from tokenmill_client import Client, RetryPolicy
+from tokenmill_client import Client, RetryPolicy, Tls
+
+from tokenmill_cli.exits import CommandError, ExitCode
 
 DEFAULT_SERVER = "127.0.0.1:7600"
 # A person waits: say soon that nothing answers. An accepted stream is waited for as the client does.
@@ -24,13 +28,35 @@ class App:
 
     server: str = DEFAULT_SERVER
     output: str = "table"
+    tls: bool = False
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    token_file: Path | None = None
 
     @property
     def json(self) -> bool:
         return self.output == "json"
 
-    def client(self) -> Client:
-        return Client(self.server, retry=_RETRY)
+    @property
+    def uses_tls(self) -> bool:
+        return self.tls or self.tls_ca is not None or self.tls_cert is not None or self.tls_key is not None
+
+    def client(self, address: str | None = None) -> Client:
+        """Of the server at hand, unless another address is given."""
+        tls = Tls(self.tls_ca, self.tls_cert, self.tls_key) if self.uses_tls else None
+        try:
+            return Client(address or self.server, retry=_RETRY, token=self._token(), tls=tls)
+        except OSError as error:
+            raise CommandError(f"{error.filename} cannot be read: {error.strerror}.", ExitCode.USAGE) from error
+        except ValueError as error:
+            raise CommandError(str(error), ExitCode.USAGE) from error
+
+    def _token(self) -> str | None:
+        """From a file or the environment; a command line is there for all to read."""
+        if self.token_file is None:
+            return os.environ.get("TOKENMILL_TOKEN") or None
+        return self.token_file.read_text(encoding="utf-8").strip()
 
 
 def console() -> Console:
@@ -63,6 +89,30 @@ _JSON = click.option(
 )
 
 
+def _file(name: str, envvar: str, words: str) -> Callable[[F], F]:
+    return click.option(
+        name, metavar="FILE", type=click.Path(path_type=Path), envvar=envvar, expose_value=False, callback=_store, is_eager=True,
+        help=f"{words}  [env: {envvar}]",
+    )  # fmt: skip
+
+
+_SECURITY = (
+    click.option(
+        "--tls",
+        is_flag=True,
+        envvar="TOKENMILL_CLIENT_TLS",
+        expose_value=False,
+        callback=_store,
+        is_eager=True,
+        help="TLS to a server whose certificate a well-known authority signed.  [env: TOKENMILL_CLIENT_TLS]",
+    ),
+    _file("--tls-ca", "TOKENMILL_CLIENT_TLS_CA", "TLS to a server whose certificate this authority (PEM) signed."),
+    _file("--tls-cert", "TOKENMILL_CLIENT_TLS_CERT", "The certificate (PEM) to show to it, for mutual TLS."),
+    _file("--tls-key", "TOKENMILL_CLIENT_TLS_KEY", "The certificate's private key (PEM)."),
+    _file("--token-file", "TOKENMILL_TOKEN_FILE", "A file with the token to send; without one, TOKENMILL_TOKEN."),
+)
+
+
 def output_options(function: F) -> F:
     """`--output` and `--json`."""
     return _OUTPUT(_JSON(function))
@@ -74,7 +124,12 @@ def server_options(function: F) -> F:
 
 
 def root_options(function: F) -> F:
-    """As `server_options`, for the root alone: it looks at the environment, so that an option anywhere wins over it."""
+    """As `server_options`, for the root alone: it looks at the environment, so that an option anywhere wins over it.
+
+    The root alone has what rarely changes from command to command; TOKENMILL_TLS_… would be the services' own.
+    """
+    for option in reversed(_SECURITY):
+        function = option(function)
     return _server(output_options(function), "TOKENMILL_SERVER")
 
 

@@ -35,6 +35,8 @@ _BY_ERROR: dict[type[errors.TokenmillError], ExitCode] = {
     errors.AlreadyExists: ExitCode.REFUSED,
     errors.AlreadyEnded: ExitCode.REFUSED,
     errors.ResourceExhausted: ExitCode.REFUSED,
+    errors.Unauthenticated: ExitCode.REFUSED,
+    errors.PermissionDenied: ExitCode.REFUSED,
     errors.NotFound: ExitCode.NOT_FOUND,
     errors.Unavailable: ExitCode.UNAVAILABLE,
     errors.DeadlineExceeded: ExitCode.UNAVAILABLE,
@@ -50,6 +52,10 @@ def _sentence(error: errors.TokenmillError) -> str:
     text = str(error)
     if isinstance(error, errors.QueueFull):
         return f"{text} Try again in {error.retry_delay_s:g} s."
+    if isinstance(error, errors.Unauthenticated):
+        return f"{text}. Give it with --token-file or TOKENMILL_TOKEN."
+    if isinstance(error, errors.NoSecureConnection):
+        return f"{text} See --tls-ca, --tls-cert and --tls-key."
     if isinstance(error, errors.Unavailable):
         return f"{text} Start it with `tokenmill serve all`, or name another with --server."
     return text

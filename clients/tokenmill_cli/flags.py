@@ -11,8 +11,10 @@ import click
 
 from tokenmill_cli.processes import check_installed
 
-# `serve all` sets these itself; `--listen` is the scheduler's there.
+# `serve all` sets these itself.
 _OWN = frozenset({"--port-file", "--executor", "--help"})
+# Of these the one that clients meet is meant; the executor listens on this machine alone.
+_SCHEDULERS = frozenset({"--listen", "--tls-cert", "--tls-key", "--tls-client-ca"})
 
 
 def route(flags: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -23,7 +25,7 @@ def route(flags: Sequence[str]) -> tuple[list[str], list[str]]:
         takers = [module for module in known if flag in known[module]]
         if not takers or flag in _OWN:
             raise click.UsageError(f"No such flag of `serve all`: {flag}")
-        for module in ["tokenmill_scheduler"] if flag == "--listen" else takers:
+        for module in ["tokenmill_scheduler"] if flag in _SCHEDULERS else takers:
             routed[module] += words
     return routed["tokenmill_executor"], routed["tokenmill_scheduler"]
 

@@ -17,7 +17,9 @@ from tokenmill_client.errors import (
     BrokenStream,
     DeadlineExceeded,
     InvalidRequest,
+    NoSecureConnection,
     NotFound,
+    PermissionDenied,
     QueueFull,
     RequestCancelled,
     RequestExpired,
@@ -26,11 +28,13 @@ from tokenmill_client.errors import (
     ResourceExhausted,
     ServerError,
     TokenmillError,
+    Unauthenticated,
     Unavailable,
 )
 from tokenmill_client.options import Message
 from tokenmill_client.records import Delta, FinishReason, Output, RequestFilter, RequestInfo, RequestState, Usage
 from tokenmill_client.retry import RetryPolicy
+from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream
 
 __all__ = [
@@ -46,8 +50,10 @@ __all__ = [
     "FinishReason",
     "InvalidRequest",
     "Message",
+    "NoSecureConnection",
     "NotFound",
     "Output",
+    "PermissionDenied",
     "QueueFull",
     "RequestCancelled",
     "RequestExpired",
@@ -60,7 +66,9 @@ __all__ = [
     "RetryPolicy",
     "ServerError",
     "Stream",
+    "Tls",
     "TokenmillError",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
 ]

@@ -17,6 +17,7 @@ from tokenmill_client.options import GenerateOptions, OutputForm, PromptForms, S
 from tokenmill_client.progress import Progress
 from tokenmill_client.records import Cancellation, Model, RequestSnapshot, Submitted, Tokenized
 from tokenmill_client.retry import RetryPolicy
+from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream, StreamCall
 from tokenmill_client.transport import Transport
 from tokenmill_client.wire import health, incoming, outgoing
@@ -31,12 +32,22 @@ class AsyncClient:
     """Calls a scheduler at `address` (`host:port` or `unix:PATH`). Use it in one event loop.
 
     `timeout` (seconds) is the deadline of every call that is given none; streams have none of their own. While the server is
-    unavailable, calls are tried again as `retry` says. Every method raises a `TokenmillError`.
+    unavailable, calls are tried again as `retry` says. `token` is sent with every call; give `tls` with it wherever
+    others can listen. Every method raises a `TokenmillError`.
     `admin` has the operator's calls.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float = 30.0, retry: RetryPolicy | None = None) -> None:
-        self._transport = Transport(address, timeout, retry or RetryPolicy())
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout: float = 30.0,
+        retry: RetryPolicy | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        """Raises OSError or ValueError when the files for TLS or the token are not right."""
+        self._transport = Transport(address, timeout, retry or RetryPolicy(), token, tls)
         self.admin = AsyncAdmin(self._transport)
 
     @property
@@ -67,7 +78,7 @@ class AsyncClient:
         def connect(progress: Progress, remaining_s: float | None) -> StreamCall:
             if progress.accepted:
                 return self._attach(progress, output, remaining_s)
-            return self._stub.Generate(request, timeout=remaining_s)
+            return self._stub.Generate(request, timeout=remaining_s, metadata=self._transport.metadata)
 
         progress = Progress(request.request.request_id)
         return AsyncStream(self._transport, connect, progress, None if timeout is None else timeout + _DEADLINE_MARGIN_S)
@@ -130,4 +141,4 @@ class AsyncClient:
 
     def _attach(self, progress: Progress, output: OutputForm, timeout_s: float | None) -> StreamCall:
         request = outgoing.attach(progress.request_id, progress.next_index, output)
-        return self._stub.Attach(request, timeout=timeout_s)
+        return self._stub.Attach(request, timeout=timeout_s, metadata=self._transport.metadata)

@@ -17,6 +17,7 @@ from tokenmill_client.aio import DEFAULT_ADDRESS, AsyncClient
 from tokenmill_client.options import GenerateOptions, OutputForm
 from tokenmill_client.records import Delta, Output, RequestInfo
 from tokenmill_client.retry import RetryPolicy
+from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream
 
 A = TypeVar("A")
@@ -133,8 +134,18 @@ class Admin(_Blocking[AsyncAdmin]):
 class Client(_Blocking[AsyncClient]):
     """AsyncClient without asyncio. Safe to share between threads."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float = 30.0, retry: RetryPolicy | None = None) -> None:
-        super().__init__(_LoopThread(), AsyncClient(address, timeout=timeout, retry=retry))
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout: float = 30.0,
+        retry: RetryPolicy | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        """Raises OSError or ValueError when the files for TLS or the token are not right."""
+        client = AsyncClient(address, timeout=timeout, retry=retry, token=token, tls=tls)
+        super().__init__(_LoopThread(), client)
         self.admin = Admin(self._thread, self._async.admin)
 
     @property

@@ -22,9 +22,14 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port` or `unix:PATH`. Connects on first use; must be called in its event loop's thread."""
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port`, over TLS if there are credentials, or to `unix:PATH`, which needs none.
+
+    Connects on first use; must be called in its event loop's thread.
+    """
     # A proxy set for the web (http_proxy) is not meant for a service on this machine.
     local = address.startswith(("unix:", "127.", "localhost", "[::1]"))
     options = (*_OPTIONS, ("grpc.enable_http_proxy", 0)) if local else _OPTIONS
-    return grpc.aio.insecure_channel(address, options=options)
+    if credentials is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)

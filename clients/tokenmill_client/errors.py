@@ -65,6 +65,18 @@ class Unavailable(TokenmillError):
     """Nothing answers at the address, or the server cannot accept now. Safe to try again."""
 
 
+class NoSecureConnection(Unavailable):
+    """The server and this client do not agree on TLS, or do not trust each other's certificates."""
+
+
+class Unauthenticated(TokenmillError):
+    """The server wants a token, or does not know the one given."""
+
+
+class PermissionDenied(TokenmillError):
+    """The token is known, and does not allow this."""
+
+
 class DeadlineExceeded(TokenmillError):
     """The call took longer than its timeout. What it asked for may have happened."""
 
@@ -104,6 +116,8 @@ _BY_CODE: dict[grpc.StatusCode, type[TokenmillError]] = {
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.FAILED_PRECONDITION: AlreadyEnded,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     # A server that stops cancels its calls. (Our own cancel is asyncio's CancelledError, never this.)
     grpc.StatusCode.CANCELLED: Unavailable,

@@ -10,8 +10,9 @@ from typing import TypeVar
 import grpc
 
 from tokenmill_client.channel import open_channel
-from tokenmill_client.errors import TokenmillError, Unavailable, from_rpc_error
+from tokenmill_client.errors import NoSecureConnection, TokenmillError, Unavailable, from_rpc_error
 from tokenmill_client.retry import Backoff, RetryPolicy
+from tokenmill_client.security import Tls, call_metadata, channel_credentials
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -20,8 +21,12 @@ R = TypeVar("R")
 class Transport:
     """Opens its channel on first use, so that it may be made outside of an event loop."""
 
-    def __init__(self, address: str, timeout: float, retry: RetryPolicy) -> None:
+    def __init__(self, address: str, timeout: float, retry: RetryPolicy, token: str | None = None, tls: Tls | None = None) -> None:
+        """Raises OSError or ValueError when the files for TLS or the token are not right."""
         self.address = address
+        # Sent by hand: gRPC's own call credentials refuse connections without TLS, unix sockets among them.
+        self.metadata = call_metadata(token)
+        self._credentials = None if tls is None else channel_credentials(tls)
         self.timeout_s = timeout
         self.retry = retry
         self._channel: grpc.aio.Channel | None = None
@@ -29,7 +34,7 @@ class Transport:
     @property
     def channel(self) -> grpc.aio.Channel:
         if self._channel is None:
-            self._channel = open_channel(self.address)
+            self._channel = open_channel(self.address, self._credentials)
         return self._channel
 
     async def close(self) -> None:
@@ -42,7 +47,7 @@ class Transport:
         backoff = Backoff(self.retry)
         while True:
             try:
-                return await method(request, timeout=max(0.0, deadline_s - time.monotonic()))
+                return await method(request, timeout=max(0.0, deadline_s - time.monotonic()), metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
                 failure = self.typed(error)
                 limit_s = min(self.retry.call_limit_s, deadline_s - time.monotonic())
@@ -61,6 +66,15 @@ class Transport:
         failure = from_rpc_error(error)
         if isinstance(failure, Unavailable) and failure.retry_delay_s is None:
             # gRPC speaks of sockets and subchannels here; its words stay in the cause.
-            failure = Unavailable(f"Nothing answers at {self.address}.", code=failure.code)
+            failure = self._unreachable(error.details() or "", failure.code)
         failure.__cause__ = error
         return failure
+
+    def _unreachable(self, details: str, code: str) -> Unavailable:
+        if "handshake failed" in details.lower():
+            words = f"No TLS connection to {self.address}: is its certificate of the authority given, and for this name?"
+            return NoSecureConnection(words, code=code)
+        if "failed to connect" in details and "Socket closed" in details:
+            words = f"{self.address} hangs up on this connection: does it want TLS, or another client certificate?"
+            return NoSecureConnection(words, code=code)
+        return Unavailable(f"Nothing answers at {self.address}.", code=code)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
-from tokenmill_client import Client, Unavailable
+from tokenmill_client import Unavailable
 
+from tokenmill_cli.app import App, pass_app
 from tokenmill_cli.commands.models import pull_model
 from tokenmill_cli.flags import has_flag, route
 from tokenmill_cli.models import DEFAULT_MODEL, SOURCES
@@ -57,12 +58,12 @@ def _become(module: str, flags: tuple[str, ...]) -> NoReturn:
 @serve.command("all", context_settings={"ignore_unknown_options": True})
 @click.option("--executor-listen", default="127.0.0.1:7601", show_default=True, metavar="ADDRESS", help="The executor's address.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
-def all_(context: click.Context, executor_listen: str, flags: tuple[str, ...]) -> None:
+@pass_app
+def all_(app: App, executor_listen: str, flags: tuple[str, ...]) -> None:
     """Run an executor and a scheduler together, on this machine.
 
     FLAGS go to the one that knows them, and to both if both do: see `serve scheduler --help` and `serve executor --help`; --listen
-    is the scheduler's. Without --model it is the default model, fetched if need be. Ends when one of the two ends, with its exit
+    and --tls-… are the scheduler's. Without --model it is the default model, fetched if need be. Ends when one of the two ends, with its exit
     code.
     """
     for_executor, for_scheduler = route(flags)
@@ -72,10 +73,15 @@ def all_(context: click.Context, executor_listen: str, flags: tuple[str, ...]) -
     if not has_flag(flags, "--listen"):
         # TOKENMILL_LISTEN would be both services'.
         for_scheduler += ["--listen", "127.0.0.1:7600"]
-    context.exit(_run_pair([*for_executor, "--listen", executor_listen], for_scheduler))
+    if (has_flag(flags, "--tls-cert") or os.environ.get("TOKENMILL_TLS_CERT")) and not app.uses_tls:
+        raise click.UsageError("To see when a service with TLS is ready, name its authority: tokenmill --tls-ca FILE serve all …")
+    # What the environment says of TLS is for the scheduler's clients; between the two it is not needed.
+    for_executor += ["--tls-cert=", "--tls-key=", "--tls-client-ca=", "--listen", executor_listen]
+    for_scheduler += ["--executor-tls-ca=", "--executor-tls-cert=", "--executor-tls-key="]
+    click.get_current_context().exit(_run_pair(app, for_executor, for_scheduler))
 
 
-def _run_pair(for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
+def _run_pair(app: App, for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
     """Returns the exit code of the first to fail; 0 when both end well after a signal."""
     services: list[Service] = []
     with ExitStack() as stack:
@@ -90,7 +96,7 @@ def _run_pair(for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
         try:
             executor_address = start("executor", EXECUTOR, for_executor).address()
             address = start("scheduler", SCHEDULER, [*for_scheduler, "--executor", executor_address]).address()
-            if _wait_ready(address, services):
+            if _wait_ready(app, address, services):
                 _say_how_to_use(address)
                 _wait_first_end(services)
         except KeyboardInterrupt:
@@ -101,9 +107,9 @@ def _run_pair(for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
     return next((code for code in codes if code), 0)
 
 
-def _wait_ready(address: str, services: Sequence[Service]) -> bool:
+def _wait_ready(app: App, address: str, services: Sequence[Service]) -> bool:
     """False when a service ended first."""
-    with Client(address) as client:
+    with app.client(address) as client:
         while all(service.exit_code is None for service in services):
             try:
                 client.wait_ready(timeout=1.0)

@@ -162,8 +162,9 @@ async def test_cancel_requests(client: AsyncClient) -> None:
 
 
 def test_every_state_and_finish_reason_of_the_protocol_has_its_record() -> None:
-    states = {name.removeprefix("REQUEST_STATE_") for name in types_pb2.RequestState.keys()}
-    reasons = {name.removeprefix("FINISH_REASON_") for name in types_pb2.FinishReason.keys()}
+    enums = types_pb2.DESCRIPTOR.enum_types_by_name
+    states = {value.name.removeprefix("REQUEST_STATE_") for value in enums["RequestState"].values}
+    reasons = {value.name.removeprefix("FINISH_REASON_") for value in enums["FinishReason"].values}
     assert states - {"UNSPECIFIED"} == {state.name for state in RequestState}
     assert reasons - {"UNSPECIFIED"} == {reason.name for reason in FinishReason}
 
