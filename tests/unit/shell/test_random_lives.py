@@ -148,7 +148,9 @@ def check_ends(world: World) -> None:
     for request_id in sorted(world.accepted):
         stored = world.shell.ledger.find(request_id)
         assert stored is not None, "accepted is durable"
-        assert stored.state in (State.DONE, State.CANCELLED)
+        # The core may give up on a request that executors were lost with again and again; here that is chance.
+        given_up = stored.state is State.FAILED and stored.preemptions >= 2
+        assert stored.state in (State.DONE, State.CANCELLED) or given_up
         tokens = world.shell.ledger.output(request_id).token_ids
         expected = output_of(world.asked[request_id])
         assert tokens == (expected if stored.state is State.DONE else expected[: len(tokens)])
