@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tokenmill_cli.exits import ExitCode
-from tokenmill_client import Client
+from tokenmill_client import Client, NotFound
 
-from tests.e2e.commands import Running, tokenmill
+from tests.e2e.commands import TIMEOUT_S, Running, tokenmill
 from tests.fakes.calls import foretold
 from tests.fakes.models import smollm2_path
 
@@ -28,6 +30,17 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.expect(r"tokenmill is ready at (\S+)\. ")[1]
 
 
+def wait_accepted(service: str, request_id: str) -> None:
+    give_up_s = time.monotonic() + TIMEOUT_S
+    with Client(service) as client:
+        while time.monotonic() < give_up_s:
+            with suppress(NotFound):
+                client.get_request(request_id)
+                return
+            time.sleep(0.02)
+    raise AssertionError(f"{request_id} was never accepted")
+
+
 def test_generate_from_argument_and_standard_input(service: str) -> None:
     done = tokenmill("generate", "--token-ids", "65 66", "-n", "10", "--seed", "1", TOKENMILL_SERVER=service)
     assert (done.returncode, [int(word) for word in done.stdout.split()]) == (0, foretold([65, 66], 10)), done.stderr
@@ -41,6 +54,7 @@ def test_generate_from_argument_and_standard_input(service: str) -> None:
 
 def test_a_request_is_watched_and_cancelled_from_another_terminal(service: str) -> None:
     with Running("--server", service, "generate", "x", "-n", "4000", "--request-id", "long") as generating:
+        wait_accepted(service, "long")
         with Running("--server", service, "requests", "watch", "long", "--interval", "0.1") as watching:
             watching.expect("decode")
             listed = json.loads(tokenmill("--server", service, "requests", "list", "--state", "decode", "--json").stdout)
@@ -59,6 +73,7 @@ def test_a_request_is_watched_and_cancelled_from_another_terminal(service: str) 
 
 def test_c13_an_interrupted_generate_cancels_its_request(service: str) -> None:
     with Running("--server", service, "generate", "x", "-n", "4000", "--request-id", "interrupted") as generating:
+        wait_accepted(service, "interrupted")
         with Running("--server", service, "requests", "watch", "interrupted", "--interval", "0.1") as watching:
             watching.expect("decode")
             generating.signal(signal.SIGINT)
