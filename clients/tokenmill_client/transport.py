@@ -71,7 +71,7 @@ class Transport:
         return failure
 
     def _unreachable(self, details: str, code: str) -> Unavailable:
-        if "handshake failed" in details.lower():
+        if "handshake failed" in details or "Verification Check failed" in details:
             words = f"No TLS connection to {self.address}: is its certificate of the authority given, and for this name?"
             return NoSecureConnection(words, code=code)
         if "failed to connect" in details and "Socket closed" in details:

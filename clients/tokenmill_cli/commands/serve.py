@@ -63,8 +63,8 @@ def all_(app: App, executor_listen: str, flags: tuple[str, ...]) -> None:
     """Run an executor and a scheduler together, on this machine.
 
     FLAGS go to the one that knows them, and to both if both do: see `serve scheduler --help` and `serve executor --help`; --listen
-    and --tls-… are the scheduler's. Without --model it is the default model, fetched if need be. Ends when one of the two ends, with its exit
-    code.
+    and --tls-… are the scheduler's. Without --model it is the default model, fetched if need be. Ends when one of the two ends,
+    with its exit code.
     """
     for_executor, for_scheduler = route(flags)
     if not has_flag(flags, "--model") and "TOKENMILL_MODEL" not in os.environ:
