@@ -2,47 +2,21 @@
 //
 // An item is a stretch of a sequence's queries against a stretch of its keys, for one KV head: the query heads that share it are further rows.
 // Keys pass in tiles of six blocks under an online softmax (Milakov and Gimelshein, 2018; tiled as in FlashAttention-2, Dao, 2023). K lies
-// as [dim / 2][16 positions][2], so that a block is one column vector of a register tile, and V as [positions / 2][dim][2]. A tile's V is
-// fetched ahead while Q K^T runs and the next tile's K while P V runs: blocks lie anywhere, and the hardware does not guess them.
+// so that a block's positions are the lanes of a column vector of a register tile, and V so that its dimensions are. A tile's V is fetched ahead while Q K^T runs and the next tile's K while P V runs: blocks lie anywhere, and the hardware does not guess them.
 // A decode's long context is split and merged after (Dao et al., Flash-Decoding, 2023), by its length alone: a sequence's numbers are the
 // same to the last bit whatever else is in the batch.
 #include <omp.h>
 
 #include <cmath>
 
-#include "kernels.h"
-#include "tile.h"
+#include "attention_tiles.h"
 
 namespace tokenmill {
 namespace {
 
-constexpr int kTileBlocks = 6;
-constexpr int kTileKeys = kTileBlocks * kBlock;
-constexpr int kMaxRows = 64;     // rows (queries x heads of a group) of an item
 constexpr int kRegisterRows = 6;  // rows of a register tile; up to 8 when that is all there are
-constexpr int kSplitKeys = 256;  // about as many keys a split
+constexpr int kSplitKeys = 256;   // about as many keys a split
 constexpr float kLowest = -1e30f;  // finite, so that differences of it are numbers
-
-// Work memory of one thread.
-struct alignas(64) Scratch {
-    bf16 q[kMaxRows * kMaxHeadDim];
-    float out[kMaxRows * kMaxHeadDim];
-    float scores[8 * kTileKeys];
-    bf16 p[8 * kTileKeys];
-    float top[kMaxRows], total[kMaxRows];
-    int position[kMaxRows];
-    Pair wide_k[kTileBlocks * kBlock * kMaxHeadDim / 2], wide_v[kTileBlocks * kBlock * kMaxHeadDim / 2];
-};
-
-// Up to six blocks of keys. `first` is the position of the first key; keys at `end` and beyond do not exist yet.
-struct KeyTile {
-    int blocks, first, end;
-    const Pair* k[kTileBlocks];
-    const Pair* v[kTileBlocks];
-    const char* next_k[kTileBlocks];
-    const float* k_scales[kTileBlocks];  // null in bf16
-    const float* v_scales[kTileBlocks];
-};
 
 struct Head {
     const Model& m;
@@ -57,81 +31,13 @@ struct Head {
     }
 };
 
-constexpr int score_vectors(int rows) { return rows <= 4 ? 6 : rows <= 6 ? 4 : 3; }
-constexpr int value_vectors(int rows) { return rows <= 6 ? 4 : 2; }
-
-template <int R, int C>
-TM_INLINE void scores_of(const KeyTile& t, int first, const bf16* q, int head_dim, float* scores) {
-    const int pairs = head_dim / 2;
-    Tile<R, C> tile;
-    Tile<R, C>::clear(tile);
-    const Pair* a = (const Pair*)q;
-    for (int d = 0; d < pairs; d++) {
-        Ints k[C];
-        TM_UNROLL for (int c = 0; c < C; c++) {
-            k[c] = load_ints(t.k[first + c] + d * kBlock);
-            prefetch(t.v[first + c] + d * kBlock);
-        }
-        tile_step(tile, a + d, pairs, k);
-    }
-    TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++)
-        store(scores + r * kTileKeys + (first + c) * kBlock, tile.at[r][c]);
-}
-
-template <int R, int C = score_vectors(R)>
-TM_INLINE void all_scores(const KeyTile& t, int first, const bf16* q, int head_dim, float* scores) {
-    if constexpr (C > 0) {
-        for (; first + C <= t.blocks; first += C) scores_of<R, C>(t, first, q, head_dim, scores);
-        all_scores<R, C - 1>(t, first, q, head_dim, scores);
-    }
-}
-
-// out += P V for C vectors of the head from `dim`; `alpha` scales what is there.
-template <int R, int C>
-TM_INLINE void add_values(const KeyTile& t, const bf16* p, const float* alpha, int dim, int head_dim, float* out) {
-    Tile<R, C> tile;
-    TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++)
-        tile.at[r][c] = mul(load(out + r * head_dim + dim + c * kLanes), splat(alpha[r]));
-    const Pair* a = (const Pair*)p;
-    for (int block = 0; block < t.blocks; block++, a += kBlock / 2) {
-        const int keys = t.end - t.first - block * kBlock;
-        const int pairs = keys >= kBlock ? kBlock / 2 : keys / 2;
-        const Pair* v = t.v[block] + dim;
-        const char* next = t.next_k[block] + dim * sizeof(Pair);
-        for (int i = 0; i < pairs; i++, v += head_dim, next += head_dim * sizeof(Pair)) {
-            Ints x[C];
-            TM_UNROLL for (int c = 0; c < C; c++) {
-                x[c] = load_ints(v + c * kLanes);
-                prefetch(next + c * kLanes * sizeof(Pair));
-            }
-            tile_step(tile, a + i, kTileKeys / 2, x);
-        }
-        if (keys < kBlock && keys % 2) {
-            // The other half of the last pair is left from another sequence and may not be a number.
-            Ints x[C];
-            TM_UNROLL for (int c = 0; c < C; c++) x[c] = low_halves(load_ints(v + c * kLanes));
-            tile_step(tile, a + pairs, kTileKeys / 2, x);
-        }
-    }
-    TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++)
-        store(out + r * head_dim + dim + c * kLanes, tile.at[r][c]);
-}
-
-template <int R, int C = value_vectors(R)>
-TM_INLINE void all_values(const KeyTile& t, const bf16* p, const float* alpha, int dim, int head_dim, float* out) {
-    if constexpr (C > 0) {
-        for (; dim + C * kLanes <= head_dim; dim += C * kLanes) add_values<R, C>(t, p, alpha, dim, head_dim, out);
-        all_values<R, C - 1>(t, p, alpha, dim, head_dim, out);
-    }
-}
-
 // Scales a row's scores and hides what its query must not see: later positions and those that its window has left behind.
-TM_INLINE void mask_row(const Model& m, const Layer& layer, const KeyTile& t, int position, float* scores) {
+template <typename Cache>
+TM_INLINE void mask_row(const Model& m, const Layer& layer, const KeyTile& t, Scratch& s, int row, float* scores) {
     const Floats scale = splat(m.attention_scale * kLog2e), hidden = splat(-INFINITY);
-    const int begin = layer.window ? position - layer.window + 1 : 0;
+    const int position = s.position[row], begin = layer.window ? position - layer.window + 1 : 0;
     for (int c = 0; c < t.blocks; c++) {
-        Floats x = mul(load(scores + c * kBlock), scale);
-        if (t.k_scales[c]) x = mul(x, load(t.k_scales[c]));
+        Floats x = Cache::scale_scores(t, s, row, c, mul(load(scores + c * kBlock), scale));
         const int first = t.first + c * kBlock;
         if (first < begin && first < m.sinks) {
             const Floats sink = keep_between(x, first, 0, m.sinks, hidden);
@@ -143,18 +49,16 @@ TM_INLINE void mask_row(const Model& m, const Layer& layer, const KeyTile& t, in
     }
 }
 
-// One row's step of the online softmax, in powers of 2. Leaves the probabilities in `p` and returns what scales the sums so far.
-TM_INLINE float soften_row(const KeyTile& t, const float* scores, float& top, float& total, bf16* p) {
+// One row's step of the online softmax, in powers of 2, in place. Returns what scales the sums so far.
+TM_INLINE float soften_row(const KeyTile& t, float* scores, float& top, float& total) {
     Floats most = splat(top);
     for (int c = 0; c < t.blocks; c++) most = max(load(scores + c * kBlock), most);
     const float new_top = largest(most);
     Floats sums = zeros();
     for (int c = 0; c < t.blocks; c++) {
-        Floats x = exp2(sub(load(scores + c * kBlock), splat(new_top)));
+        const Floats x = exp2(sub(load(scores + c * kBlock), splat(new_top)));
         sums = add(sums, x);
-        // Scales beyond the last key may be anything.
-        if (t.v_scales[c]) x = keep_between(mul(x, load(t.v_scales[c])), t.first + c * kBlock, 0, t.end, zeros());
-        store_bf16(p + c * kBlock, x);
+        store(scores + c * kBlock, x);
     }
     const float alpha = std::exp2(top - new_top);
     top = new_top;
@@ -162,6 +66,7 @@ TM_INLINE float soften_row(const KeyTile& t, const float* scores, float& top, fl
     return alpha;
 }
 
+template <typename Cache>
 struct RowTiles {
     const Head& head;
     const KeyTile& t;
@@ -171,16 +76,18 @@ struct RowTiles {
     void run(int row) const {
         const int head_dim = head.m.head_dim;
         float alpha[R];
-        all_scores<R>(t, 0, s.q + row * head_dim, head_dim, s.scores);
+        all_scores<Cache, R>(t, s, row, head_dim);
         for (int r = 0; r < R; r++) {
             float* const scores = s.scores + r * kTileKeys;
-            mask_row(head.m, head.layer, t, s.position[row + r], scores);
-            alpha[r] = soften_row(t, scores, s.top[row + r], s.total[row + r], s.p + r * kTileKeys);
+            mask_row<Cache>(head.m, head.layer, t, s, row + r, scores);
+            alpha[r] = soften_row(t, scores, s.top[row + r], s.total[row + r]);
+            Cache::put_probabilities(t, s, r);
         }
-        all_values<R>(t, s.p, alpha, 0, head_dim, s.out + row * head_dim);
+        all_values<Cache, R>(t, s, row, head_dim, alpha);
     }
 };
 
+template <typename Cache>
 void gather_queries(const Head& h, const bf16* q, Scratch& s) {
     const int head_dim = h.m.head_dim;
     for (int token = 0, row = 0; token < h.item.tokens; token++)
@@ -190,33 +97,24 @@ void gather_queries(const Head& h, const bf16* q, Scratch& s) {
             std::memset(s.out + row * head_dim, 0, head_dim * sizeof(float));
             s.top[row] = kLowest;
             s.total[row] = 0;
+            Cache::prepare_query(s, row, head_dim);
             s.position[row] = h.b.positions[h.item.first_token + token];
         }
 }
 
-// A tile's blocks as pairs of bfloat16: where they lie, or widened from int8 into the scratch.
-void point_at_blocks(const Head& h, int first_block, int blocks, int last_block, KeyTile& t, Scratch& s) {
-    const size_t values = size_t(kBlock) * h.m.head_dim;
-    for (int c = 0; c < blocks; c++) {
-        const uint8_t* k = h.layer.k_cache + h.block_at(first_block + c);
-        const uint8_t* v = h.layer.v_cache + h.block_at(first_block + c);
-        const int next = first_block + blocks + c < last_block ? first_block + blocks + c : first_block + c;
-        t.next_k[c] = (const char*)(h.layer.k_cache + h.block_at(next));
-        t.k[c] = (const Pair*)k;
-        t.v[c] = (const Pair*)v;
-        t.k_scales[c] = t.v_scales[c] = nullptr;
-        if (h.m.kv_kind == kKvBf16) continue;
-        t.k_scales[c] = (const float*)(k + values);
-        t.v_scales[c] = (const float*)(v + values);
-        Pair* const wide_k = s.wide_k + c * values / 2;
-        Pair* const wide_v = s.wide_v + c * values / 2;
-        for (size_t i = 0; i < values; i += 2 * kLanes) widen_pairs(wide_k + i / 2, (const int8_t*)k + i);
-        for (size_t i = 0; i < values; i += 2 * kLanes) widen_pairs(wide_v + i / 2, (const int8_t*)v + i);
-        t.k[c] = wide_k;
-        t.v[c] = wide_v;
+void point_at_blocks(const Head& h, int first_block, int end_block, KeyTile& t) {
+    for (int c = 0; c < t.blocks; c++) {
+        const int next = first_block + t.blocks + c;
+        t.k[c] = h.layer.k_cache + h.block_at(first_block + c);
+        t.v[c] = h.layer.v_cache + h.block_at(first_block + c);
+        t.next_k[c] = next < end_block ? h.layer.k_cache + h.block_at(next) : t.k[c];
+        // Where int8 has them; bfloat16 does not look.
+        t.k_scales[c] = (const float*)(t.k[c] + size_t(kBlock) * h.m.head_dim);
+        t.v_scales[c] = (const float*)(t.v[c] + size_t(kBlock) * h.m.head_dim);
     }
 }
 
+template <typename Cache>
 void visit_keys(const Head& h, int begin_key, int end_key, int rows, Scratch& s) {
     const int end_block = (end_key + kBlock - 1) / kBlock;
     int blocks;
@@ -226,8 +124,8 @@ void visit_keys(const Head& h, int begin_key, int end_key, int rows, Scratch& s)
         t.blocks = blocks;
         t.first = block * kBlock;
         t.end = end_key;
-        point_at_blocks(h, block, blocks, end_block, t, s);
-        const RowTiles tiles{h, t, s};
+        point_at_blocks(h, block, end_block, t);
+        const RowTiles<Cache> tiles{h, t, s};
         if (rows <= 8)
             run_tile<8>(tiles, rows, 0);
         else
@@ -253,15 +151,16 @@ void finish_rows(const Head& h, const Partials& partials, bf16* out, Scratch& s)
         }
 }
 
+template <typename Cache>
 void attend(const Head& h, const bf16* q, const Partials& partials, bf16* out, Scratch& s) {
     const int rows = h.item.tokens * h.group;
-    gather_queries(h, q, s);
+    gather_queries<Cache>(h, q, s);
     // With a window the first keys are visited for the sinks, then those in reach of the first query.
     const int window_begin = h.layer.window ? h.b.positions[h.item.first_token] - h.layer.window + 1 : 0;
     const int begin = window_begin > h.item.begin_key ? window_begin / kBlock * kBlock : h.item.begin_key;
     const int sinks = h.item.begin_key == 0 && begin > 0 ? (h.m.sinks < begin ? h.m.sinks : begin) : 0;
-    if (sinks) visit_keys(h, 0, (sinks + kBlock - 1) / kBlock * kBlock, rows, s);
-    if (begin < h.item.end_key) visit_keys(h, begin, h.item.end_key, rows, s);
+    if (sinks) visit_keys<Cache>(h, 0, (sinks + kBlock - 1) / kBlock * kBlock, rows, s);
+    if (begin < h.item.end_key) visit_keys<Cache>(h, begin, h.item.end_key, rows, s);
     finish_rows(h, partials, out, s);
 }
 
@@ -296,7 +195,10 @@ void attention(const Model& m, const Layer& layer, const Batch& b, const bf16* q
 #pragma omp for schedule(dynamic)
     for (int task = 0; task < num_items * m.kv_heads; task++) {
         const Head head{m, layer, b, items[task / m.kv_heads], task % m.kv_heads, m.heads / m.kv_heads};
-        attend(head, q, partials, out, mine);
+        if (m.kv_kind == kKvInt8)
+            attend<Int8Cache>(head, q, partials, out, mine);
+        else
+            attend<Bf16Cache>(head, q, partials, out, mine);
     }
 }
 

@@ -56,48 +56,56 @@ void round_head(const float* x, int n, bf16* to) {
     for (int i = 0; i < n; i += kLanes) store_bf16(to + i, load(x + i));
 }
 
-// K of one position and head into [head_dim / 2][16 positions][2].
-template <typename T>
+// K of one position and head into [head_dim / N][16 positions][N], N to a 32-bit lane.
+template <int N, typename T>
 TM_INLINE void scatter_k(const T* x, int head_dim, int offset, T* block) {
-    for (int i = 0; i < head_dim; i += 2) {
-        block[i * kBlock + 2 * offset] = x[i];
-        block[i * kBlock + 2 * offset + 1] = x[i + 1];
-    }
+    for (int i = 0; i < head_dim; i += N) std::memcpy(block + i * kBlock + N * offset, x + i, sizeof(Pair));
 }
 
-// V into [16 positions / 2][head_dim][2]. Another thread may be writing the other position of the pair: no wider store than an element.
-template <typename T>
+// V into [16 positions / N][head_dim][N]. Another thread may be writing the lane's other positions: no wider store than an element.
+template <int N, typename T>
 TM_INLINE void scatter_v(const T* x, int head_dim, int offset, T* block) {
-    T* to = block + offset / 2 * 2 * head_dim + offset % 2;
-    for (int i = 0; i < head_dim; i++) to[2 * i] = x[i];
+    T* to = block + offset / N * N * head_dim + offset % N;
+    for (int i = 0; i < head_dim; i++) to[N * i] = x[i];
 }
 
 void quantize_head(const float* x, int n, int8_t* to, float* scale) {
-    Floats top = zeros();
-    for (int i = 0; i < n; i += kLanes) top = max(abs(load(x + i)), top);
-    *scale = largest(top) / 127;
+    Floats top = zeros(), poison = zeros();
+    for (int i = 0; i < n; i += kLanes) {
+        top = max(abs(load(x + i)), top);
+        poison = fma(load(x + i), zeros(), poison);
+    }
+    *scale = largest(top) / 127 + sum(poison);  // the integers cannot say "not a number"
     const Floats inverse = splat(*scale > 0 ? 1 / *scale : 0);
     for (int i = 0; i < n; i += kLanes) store_int8(to + i, mul(load(x + i), inverse));
 }
 
-void cache_head(const Model& m, const float* k, const float* v, int slot, int head, const Layer& layer) {
-    const size_t bytes = kv_head_bytes(m.kv_kind, m.head_dim);
-    const size_t at = (size_t(slot / kBlock) * m.kv_heads + head) * bytes;
-    const int offset = slot % kBlock;
-    if (m.kv_kind == kKvBf16) {
-        bf16 halves[kMaxHeadDim];
-        round_head(k, m.head_dim, halves);
-        scatter_k(halves, m.head_dim, offset, (bf16*)(layer.k_cache + at));
-        round_head(v, m.head_dim, halves);
-        scatter_v(halves, m.head_dim, offset, (bf16*)(layer.v_cache + at));
-        return;
-    }
+void cache_bf16(const float* k, const float* v, int n, int offset, bf16* k_block, bf16* v_block) {
+    bf16 halves[kMaxHeadDim];
+    round_head(k, n, halves);
+    scatter_k<2>(halves, n, offset, k_block);
+    round_head(v, n, halves);
+    scatter_v<2>(halves, n, offset, v_block);
+}
+
+void cache_int8(const float* k, const float* v, int n, int offset, uint8_t* k_block, uint8_t* v_block) {
     int8_t codes[kMaxHeadDim];
-    const size_t scales = size_t(kBlock) * m.head_dim;
-    quantize_head(k, m.head_dim, codes, (float*)(layer.k_cache + at + scales) + offset);
-    scatter_k(codes, m.head_dim, offset, (int8_t*)(layer.k_cache + at));
-    quantize_head(v, m.head_dim, codes, (float*)(layer.v_cache + at + scales) + offset);
-    scatter_v(codes, m.head_dim, offset, (int8_t*)(layer.v_cache + at));
+    const size_t scales = size_t(kBlock) * n;
+    quantize_head(k, n, codes, (float*)(k_block + scales) + offset);
+    for (int i = 0; i < n; i++) codes[i] = int8_t(codes[i] ^ 0x80);  // + 128
+    scatter_k<4>(codes, n, offset, (int8_t*)k_block);
+    quantize_head(v, n, codes, (float*)(v_block + scales) + offset);
+    scatter_v<4>(codes, n, offset, (int8_t*)v_block);
+}
+
+void cache_head(const Model& m, const float* k, const float* v, int slot, int head, const Layer& layer) {
+    const size_t at = (size_t(slot / kBlock) * m.kv_heads + head) * kv_head_bytes(m.kv_kind, m.head_dim);
+    uint8_t* const k_block = layer.k_cache + at;
+    uint8_t* const v_block = layer.v_cache + at;
+    if (m.kv_kind == kKvInt8)
+        cache_int8(k, v, m.head_dim, slot % kBlock, k_block, v_block);
+    else
+        cache_bf16(k, v, m.head_dim, slot % kBlock, (bf16*)k_block, (bf16*)v_block);
 }
 
 }  // namespace

@@ -67,7 +67,9 @@ TM_INLINE Floats load_bf16(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 TM_INLINE void store_int8(int8_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))); }
-TM_INLINE Floats load_int8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+TM_INLINE void store_uint8(uint8_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x))); }
+TM_INLINE Floats to_whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+TM_INLINE Floats to_floor(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 
 // The lanes with an even and with an odd number of a and b together.
 TM_INLINE Floats evens(Floats a, Floats b) {
@@ -89,7 +91,7 @@ TM_INLINE Floats keep_between(Floats x, int first, int begin, int end, Floats ot
 
 // 2^x for x <= 127; 0 far below; not a number stays so. Relative error 2e-7.
 TM_INLINE Floats exp2(Floats x) {
-    const Floats whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats whole = to_whole(x);
     const Floats part = sub(x, whole);
     Floats y = splat(1.33335581e-3f);
     y = fma(y, part, splat(9.61812911e-3f));
@@ -98,13 +100,6 @@ TM_INLINE Floats exp2(Floats x) {
     y = fma(y, part, splat(6.93147182e-1f));
     y = fma(y, part, splat(1.0f));
     return _mm512_scalef_ps(y, whole);
-}
-
-// Thirty-two int8 as sixteen pairs of bfloat16, exact.
-TM_INLINE void widen_pairs(Pair* to, const int8_t* from) {
-    const Floats low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-    const Floats high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + 16))));
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 #else
@@ -195,10 +190,15 @@ TM_INLINE void store_int8(int8_t* p, Floats x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-TM_INLINE Floats load_int8(const int8_t* p) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+TM_INLINE void store_uint8(uint8_t* p, Floats x) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+TM_INLINE Floats to_whole(Floats x) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.low, nearest), _mm256_round_ps(x.high, nearest)};
+}
+TM_INLINE Floats to_floor(Floats x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
 
 TM_INLINE __m256 in_order(__m256 a) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(a), 0xd8)); }
 TM_INLINE Floats evens(Floats a, Floats b) {
@@ -232,11 +232,6 @@ TM_INLINE __m256 exp2_half(__m256 x) {
     return _mm256_mul_ps(y, _mm256_castsi256_ps(power));
 }
 TM_INLINE Floats exp2(Floats x) { return {exp2_half(x.low), exp2_half(x.high)}; }
-
-TM_INLINE void widen_pairs(Pair* to, const int8_t* from) {
-    store_bf16((bf16*)to, load_int8(from));
-    store_bf16((bf16*)to + 16, load_int8(from + 16));
-}
 
 #endif
 
