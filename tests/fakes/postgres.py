@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import signal
+import subprocess
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,12 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+START_TIMEOUT_S = 60.0
+
 
 @dataclass
 class PostgresServer:
-    """A running server; a new database is a copy of a template."""
+    """A running server; a new database is a copy of a template. It can be killed, started again, stopped and continued."""
 
     handle: Any
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -39,6 +44,34 @@ class PostgresServer:
     def execute(self, statement: sql.Composed | sql.SQL, database: str = "postgres") -> None:
         with psycopg.connect(self.handle.get_uri(database=database), autocommit=True) as connection:
             connection.execute(statement)
+
+    @property
+    def socket(self) -> Path:
+        return Path(self.handle.get_postmaster_info().socket_dir) / ".s.PGSQL.5432"
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all its processes; one that has ended meanwhile is passed over."""
+        postmaster = self.handle.get_postmaster_info().process
+        with suppress(Exception):  # psutil.NoSuchProcess; psutil is the wheel's own affair.
+            for process in [postmaster, *postmaster.children(recursive=True)]:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, all at once: none of its processes has time for last words."""
+        self.signal(signal.SIGSTOP)
+        self.signal(signal.SIGKILL)
+        self.handle.get_postmaster_info().process.wait(START_TIMEOUT_S)
+
+    def start(self) -> None:
+        """After `kill`: returns when it has recovered."""
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return self.handle.ensure_postgres_running()  # type: ignore[no-any-return]
+            except subprocess.SubprocessError:
+                # The last of the killed processes may still be leaving.
+                if time.monotonic() > give_up_s:
+                    raise
 
 
 @contextmanager
