@@ -38,7 +38,7 @@ def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
 
 def _read_pair(cert: Path, key: Path, cert_flag: str, key_flag: str) -> tuple[bytes, bytes]:
     """Private key and certificate chain. gRPC itself would find fault with them at the first connection, and say little."""
-    pems = _read(key, key_flag), _read(cert, cert_flag)
+    chain, private_key = _read(cert, cert_flag), _read(key, key_flag)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, _no_password)
     except ssl.SSLError as error:
@@ -46,7 +46,7 @@ def _read_pair(cert: Path, key: Path, cert_flag: str, key_flag: str) -> tuple[by
         raise SettingsError(f"{cert_flag} {cert} and {key_flag} {key} {reason}: give a matching pair") from error
     except ValueError as error:
         raise SettingsError(f"{key_flag} {key} needs a password, which nobody can give here: store it without one") from error
-    return pems
+    return private_key, chain
 
 
 def _read_ca(ca: Path, flag: str) -> bytes:

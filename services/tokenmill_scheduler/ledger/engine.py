@@ -21,7 +21,7 @@ from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable
 BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5
 # A stopped scheduler must not hold its row locks for ever: PostgreSQL ends its transaction after this long.
-IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000
+STALL_TIMEOUT_S = 10.0
 
 # SQLite's primary result codes that pass with time, or when an operator makes room or mends permissions.
 _PASSING_SQLITE_CODES = frozenset(
@@ -65,7 +65,8 @@ def parse_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError:
-        raise UnsupportedDatabase(f"{url!r} is no database URL: use sqlite:///FILE or postgresql+psycopg://HOST/NAME") from None
+        # Not quoted: there may be a password in it.
+        raise UnsupportedDatabase("this is no database URL: use sqlite:///FILE or postgresql+psycopg://HOST/NAME") from None
     backend = parsed.get_backend_name()
     if backend == "postgresql":
         return parsed.set(drivername="postgresql+psycopg")
@@ -76,15 +77,15 @@ def parse_url(url: str) -> URL:
     return parsed
 
 
-def connect(url: str, *, durable: bool = True) -> Engines:
+def connect(url: str, *, durable: bool = True, stall_timeout_s: float = STALL_TIMEOUT_S) -> Engines:
     """Opens no connection yet. `durable` False trades the last commits before a power cut, never consistency, for speed."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return Engines(_sqlite(parsed, durable, "BEGIN IMMEDIATE"), _sqlite(parsed, durable, "BEGIN"))
     return Engines(
-        _postgresql(parsed, durable),
+        _postgresql(parsed, durable, stall_timeout_s),
         # A connection that died while idle would fail a reader; the writer repeats its writes anyhow.
-        _postgresql(parsed, durable, isolation_level="REPEATABLE READ", pool_pre_ping=True),
+        _postgresql(parsed, durable, stall_timeout_s, isolation_level="REPEATABLE READ", pool_pre_ping=True),
     )
 
 
@@ -107,7 +108,7 @@ def _sqlite(url: URL, durable: bool, begin: str) -> Engine:
     return engine
 
 
-def _postgresql(url: URL, durable: bool, **options: Any) -> Engine:
+def _postgresql(url: URL, durable: bool, stall_timeout_s: float, **options: Any) -> Engine:
     engine = create_engine(
         url,
         hide_parameters=True,
@@ -126,7 +127,7 @@ def _postgresql(url: URL, durable: bool, **options: Any) -> Engine:
     def prepare(connection: Any, _record: object) -> None:
         connection.autocommit = True
         connection.execute(f"SET synchronous_commit = {'on' if durable else 'off'}")
-        connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_TIMEOUT_MS}")
+        connection.execute(f"SET idle_in_transaction_session_timeout = {round(stall_timeout_s * 1000)}")
         connection.autocommit = False
 
     return engine

@@ -60,15 +60,19 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
     """`cuts[n]` ends the n-th stream with UNAVAILABLE after so many messages (None: it runs to its end).
 
     `hold_at` stops every stream before that token until the request is cancelled. `refusals` are raised by the next calls.
+    `calls` and `tokens` are what calls named and showed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
+        """With credentials it speaks TLS alone."""
+        self._credentials = credentials
         self.requests: dict[str, FakeRequest] = {}
         self.cuts: list[int | None] = []
         self.hold_at: int | None = None
         self.refusals: list[status_pb2.Status] = []
         self.serving = True
         self.calls: list[str] = []
+        self.tokens: list[str] = []
         self.called = threading.Event()
         self.address = ""
         self._server: grpc.Server | None = None
@@ -80,7 +84,11 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
         health = grpc.unary_unary_rpc_method_handler(self._check_health)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": health}),))
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        address = self.address or "127.0.0.1:0"
+        if self._credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self._credentials)
         self.address = f"127.0.0.1:{port}"
         self._server.start()
 
@@ -202,6 +210,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
 
     def _begin(self, call: str, context: Any) -> None:
         self.calls.append(call)
+        self.tokens += [value for key, value in context.invocation_metadata() if key == "authorization"]
         self.called.set()
         if self.refusals:
             status = self.refusals.pop(0)
