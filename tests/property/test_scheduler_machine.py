@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tokenmill_scheduler.core.records import ResultArrived, SequenceFault, TextStop
-from tokenmill_scheduler.core.request import TERMINAL, FinishReason, State
+from tokenmill_scheduler.core.request import TERMINAL, FinishReason, Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tests.simulation.world import World, description
@@ -20,6 +20,7 @@ NAMES = ("x", "y")
 EXECUTORS = st.sampled_from(NAMES)
 # Prompt, output and priority: short ones, one-token ones, and those that outgrow the smallest pools.
 SHAPES = st.tuples(st.one_of(st.integers(1, 4), st.integers(1, 14)), st.one_of(st.just(1), st.integers(2, 9)), st.integers(0, 2))
+LANES = st.sampled_from([Lane.STANDARD, Lane.STANDARD, Lane.REAL_TIME, Lane.BATCH])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -59,6 +60,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lost: set[str] = set()
         self.stopped_early: set[str] = set()
         self.faulted = False
+        self.poisoned: set[str] = set()
+        # Executors were lost of something else than poison, which can fall on an innocent suspect's trial.
+        self.accidents = False
         for shape in first:
             self._submit(shape)
 
@@ -67,14 +71,45 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- requests ----
 
-    @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), wait=st.none() | st.integers(0, 3))
-    def submit(self, shapes: list[tuple[int, int, int]], wait: int | None) -> None:
+    @rule(
+        shapes=st.lists(SHAPES, min_size=1, max_size=4),
+        wait=st.none() | st.integers(0, 3),
+        queue_wait=st.none() | st.integers(0, 3),
+        lane=LANES,
+    )
+    def submit(self, shapes: list[tuple[int, int, int]], wait: int | None, queue_wait: int | None, lane: Lane) -> None:
         for shape in shapes:
-            self._submit(shape, None if wait is None else self.world.now_s + wait)
+            self._submit(shape, self._at(wait), self._at(queue_wait), lane)
 
-    def _submit(self, shape: tuple[int, int, int], deadline_s: float | None = None) -> None:
+    @rule(shape=SHAPES, data=st.data())
+    def submit_poison(self, shape: tuple[int, int, int], data: st.DataObject) -> None:
+        """A request with a token in its prompt that kills every executor that computes it."""
+        request_id = self._submit(shape)
+        self.poisoned.add(request_id)
+        position = data.draw(st.integers(0, shape[0] - 1))
+        for executor in self.world.executors.values():
+            executor.poison[int(request_id[1:])] = position
+
+    def _submit(
+        self,
+        shape: tuple[int, int, int],
+        deadline_s: float | None = None,
+        queue_deadline_s: float | None = None,
+        lane: Lane = Lane.STANDARD,
+    ) -> str:
         prompt, max_tokens, priority = shape
-        self.world.submit(len(self.world.records) + 1, prompt, max_tokens, priority=priority, deadline_s=deadline_s)
+        return self.world.submit(
+            len(self.world.records) + 1,
+            prompt,
+            max_tokens,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_deadline_s=queue_deadline_s,
+            lane=lane,
+        )
+
+    def _at(self, wait_s: int | None) -> float | None:
+        return None if wait_s is None else self.world.now_s + wait_s
 
     @precondition(lambda self: self.world.records)
     @rule(data=st.data())
@@ -85,11 +120,30 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), priority=st.none() | st.integers(0, 3), wait=st.none() | st.integers(0, 5))
     def update(self, data: st.DataObject, priority: int | None, wait: int | None) -> None:
         request_id = data.draw(st.sampled_from(list(self.world.records)))
-        self.world.update(request_id, priority, None if wait is None else self.world.now_s + wait)
+        self.world.update(request_id, priority, self._at(wait))
 
     @rule(seconds=st.floats(0, 1))
     def tick(self, seconds: float) -> None:
         self.world.tick(seconds)
+
+    # ---- operators ----
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        if self.world.paused:
+            self.world.resume()
+        else:
+            self.world.pause()
+
+    @rule(name=EXECUTORS)
+    def drain_or_undrain(self, name: str) -> None:
+        name = self._name(name)
+        if name in self.world.drained:
+            self.world.undrain_executor(name)
+        else:
+            self.world.drain_executor(name)
+            view = next(view for view in self.world.core.executors() if view.name == name)
+            assert view.running == 0 or view.plans_out, "only what ends with the plans out stays"
 
     # ---- executors ----
 
@@ -155,6 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(name=EXECUTORS, kind=st.sampled_from(["lose", "join", "restart"]))
     def disaster(self, name: str, kind: str) -> None:
         name = self._name(name)
+        self.accidents = True
         if kind == "restart":
             self.world.restart_scheduler()
             self.lost.clear()
@@ -185,6 +240,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             executor.inject.clear()
             if name in self.lost:
                 self._join(name)
+            if name in self.world.drained:
+                self.world.undrain_executor(name)
+        if self.world.paused:
+            self.world.resume()
         self.world.drain()
         self.world.check_idle()
         self.forecast_is_honest()
@@ -201,7 +260,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert record.output == whole
             stopped = record.output[-1] == 0
             assert record.ended.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-        if record.state is State.FAILED and not self.faulted:
+        assert self.world.kills.get(request_id, 0) <= 2, "it has killed two executors and was given a third"
+        if request_id in self.poisoned:
+            assert record.state is not State.DONE, "it computed the token that kills"
+        elif record.state is State.FAILED and record.ended.reason == "quarantined":
+            assert self.accidents, "an innocent request was blamed"
+        elif record.state is State.FAILED and not self.faulted:
             assert record.ended.error_code == 8
             tokens = len(record.request.prompt) + len(record.output)
             largest = max(e.description.num_blocks * e.description.block_size for e in self.world.executors.values())

@@ -52,17 +52,22 @@ class _Step:
     taken: int
 
 
+class Died(Exception):
+    """A poisoned sequence has killed the executor."""
+
+
 class ModelExecutor:
     """`send` queues a plan, `step` carries out the oldest and returns its result.
 
-    `inject` makes the next advance of the sequences of these seeds fail. `ran_out` counts real lacks of a block: with an honest
-    forecast there are none.
+    `inject` makes the next advance of the sequences of these seeds fail. `poison` has for a seed the position that kills the
+    executor when it is computed: `step` raises Died. `ran_out` counts real lacks of a block, which an honest forecast prevents.
     """
 
     def __init__(self, description: ExecutorDescription, overlap: bool = False) -> None:
         self.description = description
         self.overlap = overlap
         self.inject: dict[int, SequenceFault] = {}
+        self.poison: dict[int, int] = {}
         self.ran_out = 0
         self.epoch = 0
         self.restart(1)
@@ -137,6 +142,8 @@ class ModelExecutor:
             if fault is not SequenceFault.NO_BLOCKS:
                 self._let_go(sequence_id, finished=True)
             return None
+        if sequence.launched <= self.poison.get(sequence.admission.sampling.seed, -1) < sequence.launched + count:
+            raise Died(sequence.admission.sampling.seed)
         samples = sequence.launched + count == known
         sequence.launched += count
         sequence.sampling += samples

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from tokenmill_scheduler.core import invariants
+from tokenmill_scheduler.core import invariants, quarantine
 from tokenmill_scheduler.core.records import (
     Cancelled,
     Effect,
     Event,
     ExecutorDescription,
+    ExecutorDrained,
     ExecutorJoined,
     ExecutorLost,
+    ExecutorUndrained,
     Plan,
     PlanDue,
     PlanIssued,
+    QueuePaused,
+    QueueResumed,
     Result,
     ResultArrived,
     Submitted,
@@ -29,11 +33,11 @@ from tokenmill_scheduler.core.records import (
     Transitioned,
     Updated,
 )
-from tokenmill_scheduler.core.request import QUEUED, TERMINAL, TRANSITIONS, Request, Sampling, State
+from tokenmill_scheduler.core.request import QUEUED, TERMINAL, TRANSITIONS, Lane, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
 from tests.simulation import oracle
-from tests.simulation.model_executor import ModelExecutor
+from tests.simulation.model_executor import Died, ModelExecutor
 
 MODEL = "tiny"
 
@@ -70,6 +74,11 @@ class Record:
         return self.transitions[-1] if self.state in TERMINAL else None
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Less runs sooner under policy `priority`."""
+        return self.request.lane, -self.request.priority
+
+    @property
     def path(self) -> str:
         return " ".join([State.WAITING, *(t.after for t in self.transitions)])
 
@@ -87,6 +96,10 @@ class World:
         self.last_results: dict[str, Result] = {}
         self.plans: list[Plan] = []
         self.effects: list[Effect] = []
+        self.paused = False
+        self.drained: list[str] = []
+        # How often a request has killed an executor.
+        self.kills: dict[str, int] = {}
         for executor in executors:
             self.executors[executor.name] = ModelExecutor(executor, overlap)
             self.arriving[executor.name] = deque()
@@ -114,6 +127,8 @@ class World:
         deadline_s: float | None = None,
         model: str = MODEL,
         sampling: Sampling | None = None,
+        lane: Lane = Lane.STANDARD,
+        queue_deadline_s: float | None = None,
     ) -> str:
         request = Request(
             f"r{seed}",
@@ -123,6 +138,8 @@ class World:
             self.now_s,
             priority,
             deadline_s,
+            lane=lane,
+            queue_deadline_s=queue_deadline_s,
         )
         self.records[request.request_id] = Record(request, number=len(self.records))
         self.handle(Submitted(request))
@@ -138,6 +155,22 @@ class World:
         self.now_s += seconds
         return self.handle(Tick())
 
+    def pause(self) -> None:
+        self.paused = True
+        self.handle(QueuePaused("by ann: a test"))
+
+    def resume(self) -> None:
+        self.paused = False
+        self.handle(QueueResumed())
+
+    def drain_executor(self, executor: str = "x") -> list[Effect]:
+        self.drained.append(executor)
+        return self.handle(ExecutorDrained(executor, "by ann: a test"))
+
+    def undrain_executor(self, executor: str = "x") -> None:
+        self.drained = [name for name in self.drained if name != executor]
+        self.handle(ExecutorUndrained(executor))
+
     def plan(self, executor: str = "x", *, send: bool = True) -> Plan | None:
         """Asks for a plan and queues it at the executor; not `send`: it is lost on the way."""
         issued = [effect for effect in self.handle(PlanDue(executor)) if isinstance(effect, PlanIssued)]
@@ -150,11 +183,21 @@ class World:
             self.executors[executor].send(plan)
         return plan
 
-    def step(self, executor: str = "x") -> Result:
-        """The executor carries out its oldest plan; the result is on its way."""
-        result = self.executors[executor].step()
+    def step(self, executor: str = "x") -> Result | None:
+        """The executor carries out its oldest plan; the result is on its way. None: it died of it, and is back without memory."""
+        try:
+            result = self.executors[executor].step()
+        except Died as death:
+            self._count_kill(death)
+            self.lose(executor)
+            self.rejoin(executor)
+            return None
         self.arriving[executor].append(result)
         return result
+
+    def _count_kill(self, death: Died) -> None:
+        request_id = f"r{death.args[0]}"
+        self.kills[request_id] = self.kills.get(request_id, 0) + 1
 
     def deliver(self, executor: str = "x", text_stops: dict[int, TextStop] | None = None) -> list[Effect]:
         """Hands in the oldest result on its way."""
@@ -164,8 +207,7 @@ class World:
     def turn(self, executor: str = "x") -> Plan | None:
         """One unpipelined step: plan, carry out, hand in."""
         plan = self.plan(executor)
-        if plan is not None:
-            self.step(executor)
+        if plan is not None and self.step(executor) is not None:
             self.deliver(executor)
         return plan
 
@@ -182,6 +224,11 @@ class World:
     def restart_scheduler(self) -> None:
         """Kill the scheduler and take all unfinished requests up again from the record."""
         self.core = Scheduler(self.config)
+        self.kills.clear()
+        if self.paused:
+            self.handle(QueuePaused("by ann: a test"))
+        for name in self.drained:
+            self.handle(ExecutorDrained(name, "by ann: a test"))
         for record in [r for r in self.records.values() if r.state not in TERMINAL]:
             record.overtaken = 0
             self.handle(Submitted(record.request, tuple(record.output), record.state))
@@ -207,6 +254,7 @@ class World:
                 busy = True
             if not executor.idle:
                 self.step(name)
+                busy = True
             if self.arriving[name]:
                 self.deliver(name)
                 busy = True
@@ -243,6 +291,10 @@ class World:
             assert executor.ran_out == 0, f"a plan for {name} needed a block that was not there"
         assert (self.core.num_running, self.core.num_waiting, self.core.kv_cache_usage) == (0, 0, 0.0)
 
+    def on_trial(self, executor: str) -> bool:
+        """Whether it runs a request that may have killed an executor."""
+        return quarantine.on_trial(self.core._roster.executors[executor])
+
     def _joined(self, name: str) -> bool:
         return any(view.name == name and view.joined for view in self.core.executors())
 
@@ -274,13 +326,14 @@ class World:
             for effect in effects
             if isinstance(effect, Transitioned) and (effect.before, effect.after) == (State.WAITING, State.PREFILL)
         ]
+        assert not (admitted and (self.paused or list(self.executors) == self.drained)), "admitted though nobody may be"
         by_priority = self.config.policy == "priority"
         for new in admitted:
             for old in self.records.values():
-                if old.state not in QUEUED or (by_priority and old.request.priority < new.request.priority):
+                if old.state not in QUEUED or (by_priority and old.rank > new.rank):
                     continue
                 assert old.state is not State.PREEMPTED, f"{new.request.request_id} ran before a preempted one"
-                if by_priority and old.request.priority > new.request.priority:
+                if by_priority and old.rank < new.rank:
                     raise AssertionError(f"{new.request.request_id} ran before one of higher priority")
                 old.overtaken += old.number < new.number
                 assert by_priority or old.overtaken <= self.config.max_overtakes, f"{old.request.request_id} starves"

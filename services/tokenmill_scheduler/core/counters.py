@@ -11,7 +11,7 @@ from tokenmill_scheduler.core.records import Blocks
 class Counters:
     """Counted since the scheduler began.
 
-    - preemptions: running requests put back into the queue, whether for blocks, priority or a lost executor.
+    - preemptions: running requests put back into the queue, whether for blocks, priority, or an executor lost or drained.
     - steps: plans answered. occupancy_sum: over them, sequences advanced / slots; divided by steps it is the mean batch occupancy.
     - prompt_tokens: of requests at their first admission. output_tokens: kept, overshoot not among them.
     - stale_results: results, and sequences' parts of results, that answered for something no longer wanted.
@@ -43,3 +43,4 @@ class ExecutorView:
     plans_out: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    drained: bool

@@ -12,11 +12,10 @@ from tokenmill_scheduler.core.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PlanOut:
-    """A plan not answered yet, with the sequences it advances, in its order, and whether each was booked to sample."""
+    """A plan not answered yet, with the sequences it advances, in its order."""
 
     plan: Plan
     sequences: tuple[Sequence, ...]
-    samples: tuple[bool, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +24,7 @@ class ExecutorState:
 
     A sequence is `running` (in order of admission), or `leaving`: given up or ended, but its blocks are not back yet.
     `to_release` goes into the next plan. `batch_room` counts the requests a static batch may still take in.
-    `asked_s` is when a plan was last asked for.
+    `asked_s` is when a plan was last asked for. `probation` is the last suspect admitted (see `quarantine.py`).
     """
 
     description: ExecutorDescription
@@ -43,6 +42,7 @@ class ExecutorState:
     steps: int = 0
     batch_room: int = 0
     asked_s: float = float("-inf")
+    probation: Sequence | None = None
 
     def __post_init__(self) -> None:
         self.forecast = Forecast(self.description.block_size, self.blocks.available)
@@ -87,7 +87,9 @@ class ExecutorState:
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.sequence_id]
         self.leaving[sequence.sequence_id] = sequence
-        self.forecast.trim(sequence)
+        # One that has not answered yet may be far ahead of its bookings, by a cached prefix: what was booked for it covers that.
+        if sequence.computed or not self.description.caches_prefixes:
+            self.forecast.trim(sequence)
 
     def settle_leaving(self, released: tuple[int, ...]) -> None:
         """After a result: forgets sequences whose blocks are back, and unbinds preempted ones that can bring no more tokens."""
@@ -106,6 +108,7 @@ class ExecutorState:
         self.to_release = []
         self.plans_out.clear()
         self.batch_room = 0
+        self.probation = None
         self.blocks = Blocks(0, 0, 0)
         self.forecast = Forecast(self.description.block_size, 0)
         return sequences

@@ -21,6 +21,7 @@ def check(scheduler: Scheduler) -> None:
         check_sequences(executor, roster)
         check_plans(executor)
         check_forecast(executor)
+        check_quarantine(executor)
     assert not roster.effects, "effects left behind"
 
 
@@ -38,7 +39,7 @@ def check_requests(roster: Roster) -> None:
         if live.sequence is not None:
             assert live.sequence.live is live, f"{request_id}'s sequence is another's"
             assert live.state is not State.WAITING
-    assert len(roster.deadlines) == sum(live.request.deadline_s is not None for live in roster.requests.values())
+    assert len(roster.deadlines) == sum(live.expires_s is not None for live in roster.requests.values())
 
 
 def check_queues(roster: Roster) -> None:
@@ -53,14 +54,19 @@ def check_sequences(executor: ExecutorState, roster: Roster) -> None:
     """Known, computed and planned tokens add up; a sequence that leaves is on its way out."""
     for sequence in [*executor.running.values(), *executor.leaving.values()]:
         booked = [
-            (count, samples)
+            count
             for out in executor.plans_out
-            for s, count, samples in zip(out.sequences, out.plan.advance_max_tokens, out.samples, strict=True)
+            for s, count in zip(out.sequences, out.plan.advance_max_tokens, strict=True)
             if s is sequence
         ]
-        assert sequence.plans_out == len(booked)
-        assert sequence.planned_computed == sequence.computed + sum(count for count, _ in booked)
-        assert sequence.planned_known == sequence.known + sum(samples for _, samples in booked)
+        assert sequence.bookings == booked
+        computed, known = sequence.computed, sequence.known
+        for count in booked:
+            if known < sequence.limit:
+                computed = min(computed + count, known)
+                known += computed == known
+        assert (sequence.planned_computed, sequence.planned_known) == (computed, known)
+        assert not sequence.predicted or sequence.computed == 0
         assert 0 <= sequence.computed <= sequence.known
         if sequence.live is not None:
             assert roster.requests.get(sequence.live.request_id) is sequence.live
@@ -97,6 +103,15 @@ def check_plans(executor: ExecutorState) -> None:
         assert {a.sequence_id for a in plan.admit} <= set(plan.advance_sequence_ids), "admitted and not advanced"
         assert all(count > 0 for count in plan.advance_max_tokens)
     assert executor.slots_taken <= executor.max_num_seqs
+
+
+def check_quarantine(executor: ExecutorState) -> None:
+    """At most one suspect runs, and while it does everything beside it has decoded before."""
+    suspects = [s for s in executor.running.values() if s.live is not None and s.live.suspect_until]
+    assert suspects in ([], [executor.probation]), "a suspect runs that is not on trial"
+    if suspects:
+        others = [s.live.state for s in executor.running.values() if s is not suspects[0] and s.live is not None]
+        assert State.PREFILL not in others, "a suspect is tried beside one that has not decoded"
 
 
 def check_forecast(executor: ExecutorState) -> None:

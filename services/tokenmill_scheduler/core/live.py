@@ -33,6 +33,8 @@ class LiveRequest:
 
     `sequence` is the one whose results still bring tokens: of a running request its current sequence, of a preempted one the
     released sequence until the results of all plans that advanced it are in, else None.
+    `suspect_until` is above 0 while it is suspected of having killed an executor: it is cleared once it has computed so many tokens
+    (see `quarantine.py`).
     """
 
     request: Request
@@ -41,6 +43,7 @@ class LiveRequest:
     output: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
     overtaken: int = 0
+    suspect_until: int = 0
 
     @property
     def request_id(self) -> str:
@@ -58,6 +61,14 @@ class LiveRequest:
     def limit(self, max_model_len: int) -> int:
         """Tokens, prompt and output, at which it ends whatever it samples."""
         return min(len(self.request.prompt) + self.request.sampling.max_tokens, max_model_len)
+
+    @property
+    def expires_s(self) -> float | None:
+        """When it ends as EXPIRED; the queue's time limit is for those that have not run."""
+        request = self.request
+        if request.queue_deadline_s is None or self.state is not State.WAITING:
+            return request.deadline_s
+        return request.queue_deadline_s if request.deadline_s is None else min(request.deadline_s, request.queue_deadline_s)
 
     def update(self, priority: int | None, deadline_s: float | None) -> None:
         """None leaves a value as it is."""

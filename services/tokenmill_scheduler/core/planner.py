@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
 from tokenmill_scheduler.core.live import RESOURCE_EXHAUSTED, Ending, LiveRequest
@@ -20,7 +21,7 @@ from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.records import Admission, Plan
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.room import Room
-from tokenmill_scheduler.core.roster import Roster
+from tokenmill_scheduler.core.roster import Roster, Waiting
 from tokenmill_scheduler.core.sequence import Sequence
 
 _OUT_OF_BLOCKS = "out of KV blocks"
@@ -35,13 +36,12 @@ class Draft:
     admissions: list[Admission] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
 
     def advance(self, sequence: Sequence, count: int) -> None:
         self.budget -= count
         self.sequences.append(sequence)
         self.counts.append(count)
-        self.samples.append(sequence.plan(count))
+        sequence.plan(count)
 
 
 class Planner:
@@ -59,13 +59,20 @@ class Planner:
         queue = self._roster.queue(executor.description.model)
         draft = Draft(executor.max_num_batched_tokens)
         self._relieve(executor, now_s)
+        waiting = self._roster.admissible(queue)
+        if self._is_closed(executor) or (self._roster.paused and not waiting):
+            self._advance(executor, draft)
+            return self._issue(executor, draft)
         if self._policy.displaces and self._batching.displaces:
-            self._displace(executor, queue, now_s)
+            self._displace(executor, queue, waiting, now_s)
         # Counted before the advance: a sequence that takes its last step in this plan still has its slot.
         slots = self._batching.open_slots(executor, queue, now_s)
         self._advance(executor, draft)
-        self._admit(executor, queue, draft, slots, now_s)
+        self._admit(executor, waiting, draft, slots, now_s)
         return self._issue(executor, draft)
+
+    def _is_closed(self, executor: ExecutorState) -> bool:
+        return executor.name in self._roster.drained or quarantine.on_trial(executor)
 
     # ---- running sequences ----
 
@@ -127,18 +134,18 @@ class Planner:
 
     # ---- waiting requests ----
 
-    def _displace(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> None:
+    def _displace(self, executor: ExecutorState, queue: WaitingQueue, waiting: Waiting, now_s: float) -> None:
         """Preempts a strictly lower running sequence for each slot a waiting request lacks (C33), or one a plan for its blocks."""
-        head = next(iter(queue), None)
+        head = next(iter(waiting), None)
         if head is None or self._outranked(head, executor) is None:
             return
         slots = self._batching.open_slots(executor, queue, now_s)
         budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.exhausted)
         blocks = self._room.blocks_free(executor)
-        for live in queue:
+        for live in waiting:
             if not self._room.is_candidate(live, executor):
                 continue
-            if budget <= 0 or live.sequence is not None:
+            if budget <= 0 or live.sequence is not None or quarantine.must_wait(live, executor):
                 return
             need = self._room.blocks_needed(live, executor)
             if slots <= 0 or need > blocks:
@@ -152,6 +159,8 @@ class Planner:
                 self._roster.preempt(victim, now_s, _DISPLACED)
             else:
                 slots -= 1
+            if live.suspect_until:
+                return
             blocks -= need
             budget -= live.known
 
@@ -166,11 +175,11 @@ class Planner:
         outranked = (s for s in executor.running.values() if not s.exhausted and s.live and self._policy.outranks(live, s.live))
         return returning < lacking <= returning + sum(s.reserved for s in outranked)
 
-    def _admit(self, executor: ExecutorState, queue: WaitingQueue, draft: Draft, slots: int, now_s: float) -> None:
+    def _admit(self, executor: ExecutorState, waiting: Waiting, draft: Draft, slots: int, now_s: float) -> None:
         """Admits in the policy's order. Past a head that does not fit, equals may overtake it `max_overtakes` times in all."""
         passed: list[LiveRequest] = []
-        for live in list(queue) if slots > 0 and draft.budget else ():
-            if slots == 0 or draft.budget == 0 or not self._may_pass(live, passed):
+        for live in list(waiting) if slots > 0 and draft.budget else ():
+            if slots == 0 or draft.budget == 0 or not self._may_pass(live, passed) or quarantine.must_wait(live, executor):
                 break
             if not self._room.can_be_held(live):
                 self._roster.end(live, _too_long(live), now_s)
@@ -183,6 +192,8 @@ class Planner:
                 slots -= 1
                 for head in passed:
                     head.overtaken += 1
+                if live.suspect_until:
+                    break
 
     def _may_pass(self, live: LiveRequest, passed: list[LiveRequest]) -> bool:
         """A preempted request is passed by nobody (C25), any other by its equals and a bounded number of times."""
@@ -195,6 +206,8 @@ class Planner:
         blocks = self._room.blocks_needed(live, executor)
         sequence = self._roster.admit(live, executor, now_s)
         executor.batch_room = max(0, executor.batch_room - 1)
+        if live.suspect_until:
+            executor.probation = sequence
         executor.forecast.reserve(sequence, blocks)
         request = live.request
         token_ids = (*request.prompt, *live.output)
@@ -218,7 +231,7 @@ class Planner:
             tuple(draft.counts),
         )
         executor.to_release = []
-        executor.plans_out.append(PlanOut(plan, tuple(draft.sequences), tuple(draft.samples)))
+        executor.plans_out.append(PlanOut(plan, tuple(draft.sequences)))
         return plan
 
 

@@ -32,7 +32,7 @@ def _resumes(live: LiveRequest) -> int:
 
 
 class Fcfs:
-    """First come, first served; priorities are ignored."""
+    """First come, first served; lanes and priorities are ignored."""
 
     name = "fcfs"
     displaces = False
@@ -45,16 +45,17 @@ class Fcfs:
 
 
 class Priority:
-    """Higher priority sooner, ties by arrival; a higher one displaces a strictly lower one that runs."""
+    """By lane, then by priority, ties by arrival; a request displaces one that runs and is behind it in lane or priority."""
 
     name = "priority"
     displaces = True
 
     def rank(self, live: LiveRequest) -> Rank:
-        return (-live.request.priority, _resumes(live), live.request.arrival_s, live.ordinal)
+        return (live.request.lane, -live.request.priority, _resumes(live), live.request.arrival_s, live.ordinal)
 
     def outranks(self, live: LiveRequest, other: LiveRequest) -> bool:
-        return live.request.priority > other.request.priority
+        ours, theirs = live.request, other.request
+        return (ours.lane, -ours.priority) < (theirs.lane, -theirs.priority)
 
 
 POLICIES: dict[str, type[Fcfs] | type[Priority]] = {policy.name: policy for policy in (Fcfs, Priority)}

@@ -98,8 +98,11 @@ class StepTimes:
 class Result:
     """Answers one plan. Columns have one entry for each sequence the plan advanced, in its order.
 
-    `token_ids` holds all sampled tokens, `num_sampled[i]` of them for sequence i. `logprobs[i]`, where sequence i asked, has one
-    entry for each of its sampled tokens. `faults` is keyed by sequence id.
+    `token_ids` holds all sampled tokens, `num_sampled[i]` of them for row i. `logprobs[i]`, where the sequence of row i asked, has
+    one entry for each of its sampled tokens. `faults` is keyed by sequence id.
+
+    `num_cached`, tokens that came from the prefix cache beside those computed, may be empty when all are 0. `dropped` and then
+    `stored` are hashes of blocks that left and entered that cache.
     """
 
     epoch: int
@@ -113,11 +116,18 @@ class Result:
     faults: Mapping[int, Fault] = field(default_factory=dict)
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     times: StepTimes = StepTimes()
+    num_cached: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorDescription:
-    """What the core needs to know of an executor to plan for it."""
+    """What the core needs to know of an executor to plan for it.
+
+    `caches_prefixes`: sequences may start with tokens that others have computed. `cache_version` is what the hashes of its blocks
+    begin with; None when they cannot be foretold.
+    """
 
     name: str
     model: str
@@ -127,6 +137,8 @@ class ExecutorDescription:
     max_num_seqs: int
     max_num_batched_tokens: int
     pipeline_depth: int = 2
+    caches_prefixes: bool = False
+    cache_version: str | None = None
 
 
 # ---- events --------------------------------------------------------------------------------------------------------------------
@@ -143,6 +155,14 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The shell's own time limit for a request has passed: it ends as EXPIRED with its tokens so far."""
+
     request_id: str
     reason: str
 
@@ -174,9 +194,12 @@ class ResultArrived:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorJoined:
+    """`stored`: hashes of the blocks in its prefix cache, as far as it has told."""
+
     executor: ExecutorDescription
     epoch: int
     blocks: Blocks
+    stored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +207,30 @@ class ExecutorLost:
     executor: str
     epoch: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePaused:
+    """No waiting request is admitted until QueueResumed; those that have run go on. `why` is shown to those who wait."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueResumed: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorDrained:
+    """What runs on this executor moves off it, and it admits nothing until ExecutorUndrained, however often it joins anew."""
+
+    executor: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorUndrained:
+    executor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +245,21 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = Submitted | Cancelled | Updated | ResultArrived | ExecutorJoined | ExecutorLost | PlanDue | Tick
+Event = (
+    Submitted
+    | Cancelled
+    | Expired
+    | Updated
+    | ResultArrived
+    | ExecutorJoined
+    | ExecutorLost
+    | ExecutorDrained
+    | ExecutorUndrained
+    | QueuePaused
+    | QueueResumed
+    | PlanDue
+    | Tick
+)
 
 
 # ---- effects -------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Must not know: executors, plans, protobuf, SQL, clocks. The diagram in docs/requ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 class State(StrEnum):
@@ -26,6 +26,14 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     ERROR = "error"
+
+
+class Lane(IntEnum):
+    """Quality of service, in the order in which the priority policy runs them."""
+
+    REAL_TIME = 1
+    STANDARD = 2
+    BATCH = 3
 
 
 _ENDINGS = frozenset({State.DONE, State.CANCELLED, State.EXPIRED, State.FAILED})
@@ -81,7 +89,8 @@ class Sampling:
 class Request:
     """What a client asked for, immutable but for priority and deadline, which an Updated event replaces.
 
-    Times are Unix seconds. `stop` and `include_stop` are carried for the text layer; the core does not read them.
+    Times are Unix seconds. `queue_deadline_s` ends it if it has not run by then. `retry_of` names the FAILED request that this one
+    is a second try of. `stop` and `include_stop` are carried for the text layer; the core does not read them.
     """
 
     request_id: str
@@ -96,3 +105,6 @@ class Request:
     cache_salt: str = ""
     stop: tuple[str, ...] = field(default=())
     include_stop: bool = False
+    lane: Lane = Lane.STANDARD
+    queue_deadline_s: float | None = None
+    retry_of: str = ""

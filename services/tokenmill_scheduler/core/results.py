@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add
 
+from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
 from tokenmill_scheduler.core.live import INTERNAL, RESOURCE_EXHAUSTED, Ending, LiveRequest
 from tokenmill_scheduler.core.records import Fault, Result, SequenceFault, SequenceFinish, TextStop, TokenLogprobs, TokensGenerated
@@ -31,6 +33,7 @@ def apply_result(roster: Roster, executor: ExecutorState, result: Result, text_s
     executor.blocks = result.blocks
     executor.forecast.available = result.blocks.available
     _Reading(roster, executor, _in_plan_order(out, result), text_stops, now_s).read(out)
+    quarantine.acquit(executor)
     executor.settle_leaving(out.plan.release)
 
 
@@ -92,11 +95,10 @@ class _Reading:
         exceptions = result.faults.keys() | self._text_stops.keys() if result.faults or self._text_stops else ()
         start = 0
         columns = zip(
-            out.sequences, out.plan.advance_max_tokens, out.samples, result.num_computed, result.num_sampled, result.finishes,
-            strict=True,
-        )  # fmt: skip
-        for row, (sequence, count, samples, num_computed, num_sampled, finish) in enumerate(columns):
-            sequence.settle(count, samples, num_computed, num_sampled)
+            out.sequences, _advanced(result), result.num_sampled, result.finishes, strict=True
+        )
+        for row, (sequence, advanced, num_sampled, finish) in enumerate(columns):
+            sequence.settle(advanced, num_sampled)
             if sequence.computed > sequence.held * block_size:
                 forecast.confirm(sequence)
             first, start = start, start + num_sampled
@@ -170,6 +172,11 @@ def _ending(finish: int, fault: Fault | None, stop: TextStop | None) -> Ending |
     return _LENGTH if finish == SequenceFinish.LENGTH else None
 
 
+def _advanced(result: Result) -> tuple[int, ...]:
+    """By how many tokens each sequence went on, computed or cached."""
+    return tuple(map(add, result.num_computed, result.num_cached)) if result.num_cached else result.num_computed
+
+
 def _in_plan_order(out: PlanOut, result: Result) -> Result:
     """The result with exactly the plan's rows: the same object when the executor kept the protocol.
 
@@ -192,4 +199,7 @@ def _in_plan_order(out: PlanOut, result: Result) -> Result:
         result.faults,
         {index: result.logprobs[row] for index, row in enumerate(found) if row is not None and row in result.logprobs},
         result.times,
+        tuple([0 if row is None else result.num_cached[row] for row in found]) if result.num_cached else (),
+        result.dropped,
+        result.stored,
     )

@@ -5,9 +5,11 @@ Must not know: the plan being made, the order of the queue.
 
 from __future__ import annotations
 
+from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.live import LiveRequest
+from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.core.roster import Roster
 
 
@@ -30,9 +32,14 @@ class Room:
         return here and executor.can_hold(live.known)
 
     def blocks_needed(self, live: LiveRequest, executor: ExecutorState) -> int:
-        """Blocks for all known tokens and the next one, unless that will never be computed or there are no more blocks."""
-        last_computed = live.limit(executor.description.max_model_len) - 1
-        return min(executor.forecast.blocks(min(live.known + 1, last_computed)), executor.description.num_blocks)
+        """Blocks for all known tokens and the next one, unless that will never be computed or there are no more blocks.
+
+        With a prefix cache it may sample in the very first plan, and compute a token in each that is out behind that one.
+        """
+        description = executor.description
+        more = max(1, description.pipeline_depth - 1) if description.caches_prefixes else 1
+        last_computed = live.limit(description.max_model_len) - 1
+        return min(executor.forecast.blocks(min(live.known + more, last_computed)), description.num_blocks)
 
     def blocks_free(self, executor: ExecutorState) -> int:
         """Blocks above the watermark; on an executor where nothing runs there is nobody to keep them for."""
@@ -50,11 +57,23 @@ class Room:
             return f"no executor serves {model!r} now"
         if live.sequence is not None:
             return "its blocks are being released"
+        if self._roster.paused and live.state is State.WAITING:
+            return f"the queue is paused {self._roster.paused}"
         able = [executor for executor in joined if executor.can_hold(live.known)]
         if not able:
             return "it needs a larger executor"
-        closed = [self._batching.closed_because(executor) for executor in able]
+        if live.suspect_until:
+            return "an executor was lost while it ran: such requests are tried one at a time"
+        closed = [self._closed_because(executor) for executor in able]
         if all(closed):
             return closed[0]
         short = all(self.is_short(live, executor) for executor in able)
         return "not enough free KV blocks" if short else "others are before it in the queue"
+
+    def _closed_because(self, executor: ExecutorState) -> str:
+        """Why an executor admits nobody, in a few words; empty if it does."""
+        if executor.name in self._roster.drained:
+            return f"executor {executor.name} is drained {self._roster.drained[executor.name]}"
+        if quarantine.on_trial(executor):
+            return "a request that may have killed an executor is tried alone"
+        return self._batching.closed_because(executor)

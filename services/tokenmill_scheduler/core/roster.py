@@ -16,9 +16,15 @@ from tokenmill_scheduler.core.records import Effect, Submitted
 from tokenmill_scheduler.core.request import QUEUED, State
 from tokenmill_scheduler.core.sequence import Sequence
 
+# The part of a queue that may be admitted now, soonest first.
+Waiting = WaitingQueue | list[LiveRequest]
+
 
 class Roster:
-    """`effects` gathers what the event being handled has led to, in order."""
+    """`effects` gathers what the event being handled has led to, in order.
+
+    `paused` says why the queue is, empty when it is not; `drained` says why for each executor that is, also one that is not there.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -28,6 +34,8 @@ class Roster:
         self.deadlines = Alarms()
         self.counters = Counters()
         self.effects: list[Effect] = []
+        self.paused = ""
+        self.drained: dict[str, str] = {}
         self._last_ordinal = 0
         self._last_sequence_id = 0
 
@@ -35,6 +43,10 @@ class Roster:
         if model not in self.queues:
             self.queues[model] = WaitingQueue(self.policy)
         return self.queues[model]
+
+    def admissible(self, queue: WaitingQueue) -> Waiting:
+        """While the queue is paused, only those that have run already: running requests go on."""
+        return [live for live in queue if live.state is State.PREEMPTED] if self.paused else queue
 
     def enter(self, submitted: Submitted) -> LiveRequest:
         """Takes in a request that is new to this scheduler, not yet queued."""
@@ -46,8 +58,11 @@ class Roster:
         return live
 
     def watch_deadline(self, live: LiveRequest) -> None:
-        if live.request.deadline_s is not None:
-            self.deadlines.set(live.request_id, live.request.deadline_s, live.ordinal)
+        expires_s = live.expires_s
+        if expires_s is None:
+            self.deadlines.discard(live.request_id)
+        else:
+            self.deadlines.set(live.request_id, expires_s, live.ordinal)
 
     def enqueue(self, live: LiveRequest) -> None:
         self.queue(live.request.model).add(live)
@@ -64,6 +79,8 @@ class Roster:
         live.sequence = sequence
         live.overtaken = 0
         self.effects.append(live.move(State.PREFILL, now_s, executor=executor.name))
+        if live.request.queue_deadline_s is not None:
+            self.watch_deadline(live)
         return sequence
 
     def preempt(self, sequence: Sequence, now_s: float, reason: str) -> None:
@@ -83,6 +100,12 @@ class Roster:
             unbind(sequence)
             if live is not None and live.state not in QUEUED:
                 self._back_to_queue(live, executor.name, now_s, reason)
+
+    def drain(self, executor: ExecutorState, now_s: float, reason: str) -> None:
+        """What runs on an executor is queued again, but for what ends with the plans that are out."""
+        for sequence in [s for s in executor.running.values() if not s.exhausted]:
+            self.preempt(sequence, now_s, reason)
+        executor.batch_room = 0
 
     def recover(self, live: LiveRequest, now_s: float, reason: str) -> None:
         """A request that ran when its scheduler died: no executor knows it now."""

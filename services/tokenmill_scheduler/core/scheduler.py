@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.batching import batching_named
 from tokenmill_scheduler.core.counters import Counters, ExecutorView
 from tokenmill_scheduler.core.executor import ExecutorState
@@ -18,10 +19,15 @@ from tokenmill_scheduler.core.records import (
     Cancelled,
     Effect,
     Event,
+    ExecutorDrained,
     ExecutorJoined,
     ExecutorLost,
+    ExecutorUndrained,
+    Expired,
     PlanDue,
     PlanIssued,
+    QueuePaused,
+    QueueResumed,
     ResultArrived,
     Submitted,
     Tick,
@@ -33,6 +39,7 @@ from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
 
 _EXPIRED = Ending(State.EXPIRED, FinishReason.EXPIRED, "deadline passed")
+_EXPIRED_IN_QUEUE = Ending(State.EXPIRED, FinishReason.EXPIRED, "waited in the queue as long as its queue timeout allows")
 _AT_MAX_TOKENS = Ending(State.DONE, FinishReason.LENGTH)
 
 
@@ -75,12 +82,22 @@ class Scheduler:
                 self._submitted(event, now_s)
             case Cancelled():
                 self._cancelled(event, now_s)
+            case Expired():
+                self._time_limit_passed(event, now_s)
             case Updated():
                 self._updated(event)
             case ExecutorJoined():
                 self._executor_joined(event, now_s)
             case ExecutorLost():
                 self._executor_lost(event, now_s)
+            case ExecutorDrained():
+                self._executor_drained(event, now_s)
+            case ExecutorUndrained():
+                self._roster.drained.pop(event.executor, None)
+            case QueuePaused():
+                self._roster.paused = event.why
+            case QueueResumed():
+                self._roster.paused = ""
             case Tick():
                 self._expire(now_s)
         effects, self._roster.effects = self._roster.effects, []
@@ -104,6 +121,11 @@ class Scheduler:
         if live is not None:
             self._roster.end(live, Ending(State.CANCELLED, FinishReason.CANCELLED, event.reason), now_s)
 
+    def _time_limit_passed(self, event: Expired, now_s: float) -> None:
+        live = self._roster.requests.get(event.request_id)
+        if live is not None:
+            self._roster.end(live, Ending(State.EXPIRED, FinishReason.EXPIRED, event.reason), now_s)
+
     def _updated(self, event: Updated) -> None:
         live = self._roster.requests.get(event.request_id)
         if live is None:
@@ -124,7 +146,7 @@ class Scheduler:
         if known is not None:
             if event.epoch <= known.epoch:
                 return
-            self._roster.lose(known, now_s, "executor joined anew")
+            quarantine.lose(self._roster, known, now_s, "executor joined anew")
         tokens = min(self.config.max_num_batched_tokens, description.max_num_batched_tokens)
         # Every decode is in every plan, so a step has to have a token for each slot.
         seqs = min(self.config.max_num_seqs, description.max_num_seqs, tokens)
@@ -133,7 +155,14 @@ class Scheduler:
     def _executor_lost(self, event: ExecutorLost, now_s: float) -> None:
         executor = self._roster.executors.get(event.executor)
         if executor is not None and executor.joined and executor.epoch == event.epoch:
-            self._roster.lose(executor, now_s, f"executor lost: {event.reason}")
+            quarantine.lose(self._roster, executor, now_s, f"executor lost: {event.reason}")
+
+    def _executor_drained(self, event: ExecutorDrained, now_s: float) -> None:
+        """Remembered for executors that are not there, too."""
+        self._roster.drained[event.executor] = event.why
+        executor = self._roster.executors.get(event.executor)
+        if executor is not None:
+            self._roster.drain(executor, now_s, f"executor drained {event.why}")
 
     def _result_arrived(self, event: ResultArrived, now_s: float) -> None:
         executor = self._roster.executors.get(event.executor)
@@ -154,7 +183,10 @@ class Scheduler:
 
     def _expire(self, now_s: float) -> None:
         while (earliest := self._roster.deadlines.earliest()) and earliest[0] <= now_s:
-            self._roster.end(self._roster.requests[earliest[1]], _EXPIRED, now_s)
+            live = self._roster.requests[earliest[1]]
+            deadline_s = live.request.deadline_s
+            in_queue = deadline_s is None or deadline_s > earliest[0]
+            self._roster.end(live, _EXPIRED_IN_QUEUE if in_queue else _EXPIRED, now_s)
 
     # ---- questions; none changes anything ----
 
@@ -213,10 +245,11 @@ class Scheduler:
 
     def executors(self) -> tuple[ExecutorView, ...]:
         """In the order they first joined, lost ones among them."""
-        return tuple([_view(executor) for executor in self._roster.executors.values()])
+        drained = self._roster.drained
+        return tuple([_view(executor, executor.name in drained) for executor in self._roster.executors.values()])
 
 
-def _view(executor: ExecutorState) -> ExecutorView:
+def _view(executor: ExecutorState, drained: bool) -> ExecutorView:
     description = executor.description
     return ExecutorView(
         name=description.name,
@@ -231,4 +264,5 @@ def _view(executor: ExecutorState) -> ExecutorView:
         plans_out=len(executor.plans_out),
         max_num_seqs=executor.max_num_seqs,
         max_num_batched_tokens=executor.max_num_batched_tokens,
+        drained=drained,
     )

@@ -2,15 +2,19 @@
 
     known     tokens there are: prompt and output, as results have confirmed them
     computed  of those, the ones whose keys and values are in the cache, as results have confirmed them
-    planned   both figures as they will be once every plan that is out has been carried out
+    planned   both figures as they will be, at the least, once every plan that is out has been carried out
 
 A step advances a sequence by some tokens from computed towards known; the step that reaches known samples one token more. A plan is
-made on the planned figures, before the results of the plans that are out. Must not know: requests' states, queues, the pool.
+made on the planned figures, before the results of the plans that are out.
+
+The first advance may find a prefix in the executor's cache, which comes on top of what was booked: the sequence is then ahead of
+the planned figures, never behind, and may sample in a plan that was booked as a chunk. A plan says "at most", so the plans that are
+out stay right; the first result sets the figures straight. Must not know: requests' states, queues, the pool.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,7 +27,8 @@ class Sequence:
 
     `live` is the request its tokens are for; None once they are not wanted any more. `limit` is the number of tokens at which it
     ends for certain. `held` blocks are confirmed by results; `reserved` ≥ held are those it has or may still take without asking
-    the forecast again. `finished`: the executor has let it go by itself. `plans_out` counts the plans out that advance it.
+    the forecast again. `finished`: the executor has let it go by itself. `bookings` has, for each plan out that advances it, by how
+    many tokens at most. `predicted` tokens are expected from the prefix cache, until its first result says how many there were.
     """
 
     sequence_id: int
@@ -34,34 +39,51 @@ class Sequence:
     planned_known: int
     computed: int = 0
     planned_computed: int = 0
-    plans_out: int = 0
+    predicted: int = 0
+    bookings: list[int] = field(default_factory=list)
     held: int = 0
     reserved: int = 0
     finished: bool = False
 
     @property
+    def plans_out(self) -> int:
+        """Plans out that advance it."""
+        return len(self.bookings)
+
+    @property
     def remaining(self) -> int:
         """Tokens still to plan until it samples; 1 while it decodes."""
-        return self.planned_known - self.planned_computed
+        return max(1, self.planned_known - self.planned_computed - self.predicted)
+
+    @property
+    def most_computed(self) -> int:
+        """Tokens it may have computed, at the most, once every plan that is out has been carried out."""
+        return self.planned_computed if self.computed else self.known + max(0, self.plans_out - 1)
 
     @property
     def exhausted(self) -> bool:
         """The plans out bring it to its limit: it is not advanced again."""
         return self.planned_known >= self.limit
 
-    def plan(self, count: int) -> bool:
-        """Books an advance by `count` ≤ remaining tokens in one more plan; says whether that plan samples."""
-        self.plans_out += 1
-        self.planned_computed += count
-        if self.planned_computed < self.planned_known:
-            return False
-        self.planned_known += 1
-        return True
+    def plan(self, count: int) -> None:
+        """Books an advance by at most `count` tokens in one more plan."""
+        self.bookings.append(count)
+        self._carry_out(count)
 
-    def settle(self, count: int, samples: bool, num_computed: int, num_sampled: int) -> None:
-        """Replaces what one plan was booked to do (`count`, `samples`) by what its result says it did."""
-        self.plans_out -= 1
-        self.computed += num_computed
+    def settle(self, advanced: int, num_sampled: int) -> None:
+        """Replaces what the oldest plan out was booked to do by what its result says it did: `advanced` counts cached tokens too."""
+        booked = self.bookings.pop(0)
+        self.computed += advanced
         self.known += num_sampled
-        self.planned_computed += num_computed - count
-        self.planned_known += num_sampled - samples
+        self.predicted = 0
+        if advanced != booked:
+            self.planned_computed, self.planned_known = self.computed, self.known
+            for count in self.bookings:
+                self._carry_out(count)
+
+    def _carry_out(self, count: int) -> None:
+        """What one plan does to the planned figures, as the executor does it."""
+        if self.exhausted:
+            return
+        self.planned_computed = min(self.planned_computed + count, self.planned_known)
+        self.planned_known += self.planned_computed == self.planned_known

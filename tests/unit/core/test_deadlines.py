@@ -72,3 +72,42 @@ def test_deadlines_pass_in_order_however_many_there_are() -> None:
     world.effects.clear()
     world.tick(20)
     assert [effect.request_id for effect in world.effects if hasattr(effect, "request_id")] == ["r5", "r4", "r2", "r1"]
+
+
+def test_a_queue_timeout_ends_a_request_that_has_not_run() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1), description())
+    world.submit(1, max_tokens=40)
+    world.turn()
+    world.submit(2, queue_deadline_s=world.now_s + 5)
+    world.submit(3, queue_deadline_s=world.now_s + 7, deadline_s=world.now_s + 6)
+    assert world.core.next_wakeup_s() == world.now_s + 5
+    world.tick(5)
+    ended = world.records["r2"].ended
+    assert ended is not None
+    assert (ended.after, ended.reason) == (State.EXPIRED, "waited in the queue as long as its queue timeout allows")
+    world.tick(1)
+    ended = world.records["r3"].ended
+    assert ended is not None
+    assert (ended.after, ended.reason) == (State.EXPIRED, "deadline passed"), "whichever comes first"
+
+
+def test_a_queue_timeout_is_over_once_a_request_has_run() -> None:
+    world = World(None, description())
+    world.submit(1, queue_deadline_s=world.now_s + 5)
+    world.turn()
+    assert world.core.next_wakeup_s() is None
+    world.lose()
+    world.tick(10)
+    assert world.state("r1") is State.PREEMPTED
+    world.rejoin()
+    world.restart_scheduler()
+    world.drain()
+    assert world.state("r1") is State.DONE
+
+
+def test_a_paused_queue_does_not_stop_the_clock() -> None:
+    world = World(None, description())
+    world.pause()
+    world.submit(1, queue_deadline_s=world.now_s + 5)
+    world.tick(5)
+    assert world.state("r1") is State.EXPIRED

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 from tokenmill_scheduler.core.records import Updated
-from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tests.simulation.world import World, description
@@ -212,3 +212,33 @@ def test_no_plan_for_a_sequence_that_the_plans_out_bring_to_its_end() -> None:
     world = World(None, description(pipeline_depth=4))
     world.submit(1, max_tokens=2)
     assert [world.plan() is not None for _ in range(3)] == [True, True, False]
+
+
+def test_lanes_come_before_priorities_under_the_priority_policy() -> None:
+    world = World(SchedulerConfig(policy="priority", max_num_seqs=1), description())
+    world.submit(1, priority=9, lane=Lane.BATCH)
+    world.submit(2, priority=0)
+    world.submit(3, priority=1)
+    world.submit(4, priority=-9, lane=Lane.REAL_TIME)
+    world.drain()
+    assert _admitted(world) == [4, 3, 2, 1]
+
+
+def test_c33_a_real_time_request_displaces_one_of_the_standard_lane_and_never_its_like() -> None:
+    world = World(SchedulerConfig(policy="priority", max_num_seqs=1), description())
+    world.submit(1, priority=9)
+    world.turn()
+    world.submit(2, priority=9, lane=Lane.BATCH)
+    world.submit(3, lane=Lane.REAL_TIME)
+    world.turn()
+    assert world.state("r1") is State.PREEMPTED
+    world.drain()
+    assert _admitted(world) == [1, 3, 1, 2]
+
+
+def test_lanes_do_not_matter_first_come_first_served() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1), description())
+    world.submit(1, lane=Lane.BATCH)
+    world.submit(2, lane=Lane.REAL_TIME)
+    world.drain()
+    assert _admitted(world) == [1, 2]

@@ -55,13 +55,15 @@ def test_the_document_of_states_is_up_to_date() -> None:
 
 def test_prefill_in_chunks_then_decode_is_one_arithmetic() -> None:
     sequence = _sequence(known=8)
-    assert [sequence.plan(5), sequence.remaining] == [False, 3]
-    assert [sequence.plan(3), sequence.remaining] == [True, 1]
-    assert [sequence.plan(1), sequence.remaining] == [True, 1]
+    remaining = []
+    for count in (5, 3, 1):
+        sequence.plan(count)
+        remaining.append(sequence.remaining)
+    assert remaining == [3, 1, 1]
     assert (sequence.planned_computed, sequence.planned_known, sequence.plans_out) == (9, 10, 3)
-    sequence.settle(5, False, 5, 0)
-    sequence.settle(3, True, 3, 1)
-    sequence.settle(1, True, 1, 1)
+    sequence.settle(5, 0)
+    sequence.settle(3, 1)
+    sequence.settle(1, 1)
     assert (sequence.computed, sequence.known, sequence.plans_out) == (9, 10, 0)
     assert (sequence.planned_computed, sequence.planned_known) == (9, 10)
 
@@ -70,10 +72,47 @@ def test_a_result_below_what_was_booked_corrects_the_planned_figures() -> None:
     sequence = _sequence(known=8)
     sequence.plan(8)
     sequence.plan(1)
-    sequence.settle(8, True, 0, 0)
-    assert (sequence.computed, sequence.planned_computed, sequence.planned_known) == (0, 1, 9)
-    sequence.settle(1, True, 1, 0)
+    sequence.settle(0, 0)
+    assert (sequence.computed, sequence.planned_computed, sequence.planned_known) == (0, 1, 8)
+    sequence.settle(1, 0)
     assert (sequence.remaining, sequence.planned_computed) == (7, 1)
+
+
+def test_a_cached_prefix_puts_a_sequence_ahead_of_its_bookings_until_its_first_result() -> None:
+    """Booked as a chunk of 3 and the other 5; the cache had 4, so the first plan sampled at 7 of 8 + 0, the second at 8."""
+    sequence = _sequence(known=7)
+    sequence.plan(3)
+    sequence.plan(4)
+    assert (sequence.planned_computed, sequence.planned_known) == (7, 8)
+    assert sequence.most_computed == 8
+    sequence.settle(4 + 3, 1)
+    # What is left of the second plan is one decode.
+    assert (sequence.computed, sequence.known, sequence.planned_computed, sequence.planned_known) == (7, 8, 8, 9)
+    assert sequence.most_computed == 8
+    sequence.settle(1, 1)
+    assert (sequence.planned_computed, sequence.planned_known, sequence.remaining) == (8, 9, 1)
+
+
+def test_a_sequence_ahead_of_its_bookings_is_not_planned_past_its_limit() -> None:
+    sequence = _sequence(known=7, limit=8)
+    sequence.plan(3)
+    sequence.plan(4)
+    sequence.settle(4 + 3, 1)
+    assert (sequence.planned_computed, sequence.planned_known, sequence.exhausted) == (7, 8, True)
+    sequence.settle(0, 0)
+    assert (sequence.planned_computed, sequence.planned_known) == (7, 8)
+
+
+def test_a_predicted_hit_is_planned_around_and_never_counted_on() -> None:
+    sequence = _sequence(known=8)
+    sequence.predicted = 4
+    assert sequence.remaining == 4
+    sequence.plan(4)
+    # If the cache has them, the next plan is a decode; by the books, half of the prompt is still to do.
+    assert (sequence.remaining, sequence.planned_computed, sequence.planned_known) == (1, 4, 8)
+    sequence.plan(1)
+    sequence.settle(4, 0)
+    assert (sequence.planned_computed, sequence.planned_known, sequence.remaining) == (5, 8, 3)
 
 
 def test_exhausted_when_the_plans_out_bring_it_to_its_limit() -> None:
@@ -89,7 +128,7 @@ def test_the_forecast_subtracts_what_is_promised_until_a_result_confirms_it() ->
     forecast.reserve(sequence, 3)
     sequence.plan(8)
     assert forecast.free == 7
-    sequence.settle(8, True, 8, 1)
+    sequence.settle(8, 1)
     forecast.available = 8
     forecast.confirm(sequence)
     assert (sequence.held, sequence.reserved, forecast.free) == (2, 3, 7)
