@@ -38,8 +38,8 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str, arena: Huge
     scales = None
     if kind == "int8":
         weight, row_scales = quantize_rows(weight)
-        # The bytes beyond the last column stay 0, and so are their scales.
-        weight, scales = (weight.to(torch.int16) + 128).to(torch.uint8), _padded(row_scales)
+        # Plus 128 as unsigned bytes. Those beyond the last column stay 0, and so do their scales.
+        weight, scales = weight.view(torch.uint8) ^ 0x80, _padded(row_scales)
     _fill_panels(data, weight)
     padded_bias = None if bias is None else _padded(bias)
     record = Matrix(
@@ -72,13 +72,15 @@ def _packed_shape(columns: int, depth: int, kind: str) -> tuple[int, ...]:
 
 
 def _fill_panels(data: torch.Tensor, weight: torch.Tensor) -> None:
-    columns = weight.shape[0]
-    panels, steps, _, lane = data.shape
+    """Moves whole lanes of 32 bits, several times faster than their parts."""
+    lanes = weight.to(data.dtype).contiguous().view(torch.int32)
+    panels = data.view(torch.int32)[..., 0]
+    columns, steps = lanes.shape
     whole = columns // PANEL_COLUMNS
     split = whole * PANEL_COLUMNS
-    data[:whole].copy_(weight[:split].view(whole, PANEL_COLUMNS, steps, lane).transpose(1, 2))
-    if whole < panels:
-        data[whole, :, : columns - split].copy_(weight[split:].view(columns - split, steps, lane).transpose(0, 1))
+    panels[:whole].copy_(lanes[:split].view(whole, PANEL_COLUMNS, steps).transpose(1, 2))
+    if split < columns:
+        panels[whole, :, : columns - split].copy_(lanes[split:].T)
 
 
 def _padded(row: torch.Tensor) -> torch.Tensor:
