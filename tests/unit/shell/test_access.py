@@ -14,6 +14,7 @@ from tokenmill_scheduler.access import ANONYMOUS, Access, Identity, Role, read_a
 from tokenmill_scheduler.settings import SettingsError
 from tokenmill_scheduler.tenants import TenantLimits
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 DEFAULTS = TenantLimits(max_requests=10)
 DIGEST = hashlib.sha256(b"tm-right").hexdigest()
 OTHER = hashlib.sha256(b"tm-other").hexdigest()
@@ -121,6 +122,14 @@ def test_a_change_is_read_once_and_a_mistake_changes_nothing(path: Path) -> None
             assert access.identify("tm-other") is not None
     assert [entry["event"] for entry in logs] == ["tokens read again", *["the tokens in force are those of before"] * 2]
     assert "secret" not in str(logs)
+
+
+def test_the_documents_example_is_right(path: Path) -> None:
+    example = DOCUMENT.read_text().partition("```toml\n")[2].partition("```")[0]
+    path.write_text(example.replace("…", DIGEST, 1).replace("…", OTHER, 1))
+    access = Access(path, DEFAULTS)
+    assert access.identify("tm-right") == Identity("search-prod", Role.CLIENT, "search")
+    assert access.limits("search") == TenantLimits(500, 2_000_000)
 
 
 # ---- tokenmill auth ------------------------------------------------------------------------------------------------------------
