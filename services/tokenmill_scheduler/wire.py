@@ -24,6 +24,11 @@ from tokenmill_scheduler.core.records import (
 from tokenmill_scheduler.core.request import Sampling
 
 
+# The feature word, and the one way of hashing blocks that the core knows.
+PREFIX_CACHING = "prefix_caching"
+HASH_ALGORITHM = "sha256"
+
+
 class ProtocolError(Exception):
     """An executor sent what the plan protocol does not allow."""
 
@@ -79,24 +84,35 @@ class Codec:
             faults={fault.sequence_id: _fault(fault) for fault in message.faults},
             logprobs=self._logprobs(message),
             times=_times(message.times),
+            num_cached=tuple(message.num_cached),
+            dropped=tuple(message.dropped),
+            stored=tuple(message.stored),
         )
         _check_columns(result)
         self._with_logprobs.difference_update(self._releases.pop(result.plan_id, ()))
+        if self._with_logprobs:
+            self._with_logprobs.difference_update(_ended(result))
         return result
 
     def _logprobs(self, message: pb.Result) -> dict[int, tuple[TokenLogprobs, ...]]:
         if not message.logprobs:
             return {}
         entries = [_token_logprobs(entry) for entry in message.logprobs]
-        by_sequence: dict[int, tuple[TokenLogprobs, ...]] = {}
+        by_row: dict[int, tuple[TokenLogprobs, ...]] = {}
         at = 0
-        for sequence_id, count in zip(message.sequence_ids, message.num_sampled, strict=True):
+        for row, (sequence_id, count) in enumerate(zip(message.sequence_ids, message.num_sampled, strict=True)):
             if count and sequence_id in self._with_logprobs:
-                by_sequence[sequence_id] = tuple(entries[at : at + count])
+                by_row[row] = tuple(entries[at : at + count])
                 at += count
         if at != len(entries):
             raise ProtocolError(f"result {message.plan_id} has {len(entries)} log probabilities where {at} were asked for")
-        return by_sequence
+        return by_row
+
+
+def _ended(result: Result) -> list[int]:
+    """The sequences that the executor has let go by itself."""
+    finished = [sequence_id for sequence_id, finish in zip(result.sequence_ids, result.finishes, strict=True) if finish]
+    return finished + [sequence_id for sequence_id, fault in result.faults.items() if fault.fault is not SequenceFault.NO_BLOCKS]
 
 
 def blocks(message: pb.Blocks) -> Blocks:
@@ -111,7 +127,11 @@ def facts(message: pb.DescribeResponse) -> ExecutorFacts:
         raise ProtocolError(f"the executor describes itself without {', '.join(missing)}")
     return ExecutorFacts(
         description=ExecutorDescription(
-            name=message.name, model=message.model, **{name: getattr(message, name) for name in limits}
+            name=message.name,
+            model=message.model,
+            **{name: getattr(message, name) for name in limits},
+            caches_prefixes=PREFIX_CACHING in message.features,
+            cache_version=message.cache_version if message.prefix_caching_hash_algo == HASH_ALGORITHM else None,
         ),
         tokenizer_digest=message.tokenizer_digest,
         vocab_size=message.vocab_size,
@@ -184,5 +204,7 @@ def _times(message: pb.Times) -> StepTimes:
 def _check_columns(result: Result) -> None:
     rows = len(result.sequence_ids)
     columns: tuple[Collection[int], ...] = (result.num_computed, result.num_sampled, result.finishes)
+    if result.num_cached:
+        columns = (*columns, result.num_cached)
     if any(len(column) != rows for column in columns) or sum(result.num_sampled) != len(result.token_ids):
         raise ProtocolError(f"result {result.plan_id} has columns of unequal length")

