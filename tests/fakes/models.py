@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+
+# What transformers has to know beforehand; it checks the rest against the file.
+_SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
 }
 
 
@@ -85,3 +100,30 @@ def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
         )
     generated: list[int] = out[0, len(prompt) :].tolist()
     return generated
+
+
+def transformers_smollm2(path: Path) -> tuple[Any, Mapping[str, torch.Tensor]]:
+    """The model and its state dict, both as transformers reads the GGUF file.
+
+    Without `from_pretrained`, which would want one more package for GGUF files.
+    """
+    import pytest
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils
+
+    load: Any = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMOLLM2))
+    model.eval()
+    parsed = load(str(path), return_tensors=True, model_to_load=model)
+    assert {key: parsed["config"][key] for key in _SMOLLM2} == pytest.approx(_SMOLLM2)
+    state = {name: torch.as_tensor(tensor) for name, tensor in parsed["tensors"].items()}
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    return model, state
+
+
+def greedy_choices(model: Any, tokens: list[int], prompt_len: int) -> list[int]:
+    """What transformers chooses after the prompt and each token behind it: those tokens themselves if they are greedy."""
+    with torch.inference_mode():
+        choices = model(torch.tensor([tokens[:-1]])).logits[0, prompt_len - 1 :].argmax(-1)
+    return [int(token) for token in choices]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from tokenmill_executor.model.weights import load_checkpoint
 from tokenmill_executor.runner import SamplingParams
 
 from tests.fakes.batches import Blocks, Track
-from tests.fakes.models import smollm2_path
+from tests.fakes.models import greedy_choices, smollm2_path, transformers_smollm2
 
 NUM_BLOCKS = 160
 BLOCK_SIZE = 16
@@ -28,20 +26,6 @@ PROMPTS = [
     "1, 1, 2, 3, 5, 8, 13,",
 ]
 
-# What transformers has to know beforehand; it checks the rest against the file.
-CONFIG: dict[str, Any] = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100_000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-
 
 class Loaded:
     """The runner, the tokenizer and the model of transformers, whose state dict transformers itself read from the file."""
@@ -50,30 +34,12 @@ class Loaded:
         self.checkpoint = load_checkpoint(path)
         self.runner = make_runner(self.checkpoint, LoadSettings(device="cpu", dtype="float32"))
         self.tokenizer = Tokenizer.from_str(self.runner.tokenizer_files()["tokenizer.json"].decode())
-        self.oracle, self.oracle_state = _transformers_model(path)
+        self.oracle, self.oracle_state = transformers_smollm2(path)
         self.prompts = [self.tokenizer.encode(text).ids for text in PROMPTS]
 
     def greedy(self, tokens: list[int], prompt_len: int) -> list[int]:
         """What transformers chooses after the prompt and each token behind it: those tokens themselves if they are greedy."""
-        with torch.inference_mode():
-            choices = self.oracle(torch.tensor([tokens[:-1]])).logits[0, prompt_len - 1 :].argmax(-1)
-        return [int(token) for token in choices]
-
-
-def _transformers_model(path: Path) -> tuple[Any, Mapping[str, torch.Tensor]]:
-    """Without `from_pretrained`, which would want one more package for GGUF files."""
-    import transformers
-    from transformers import modeling_gguf_pytorch_utils
-
-    load: Any = modeling_gguf_pytorch_utils.load_gguf_checkpoint
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
-    model.eval()
-    parsed = load(str(path), return_tensors=True, model_to_load=model)
-    assert {key: parsed["config"][key] for key in CONFIG} == pytest.approx(CONFIG)
-    state = {name: torch.as_tensor(tensor) for name, tensor in parsed["tensors"].items()}
-    model.load_state_dict(state, strict=False)
-    model.tie_weights()
-    return model, state
+        return greedy_choices(self.oracle, tokens, prompt_len)
 
 
 @pytest.fixture(scope="module")
