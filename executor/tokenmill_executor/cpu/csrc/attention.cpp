@@ -1,10 +1,10 @@
 // Causal attention over paged K and V for decodes, prefill chunks and any mix of them.
 //
-// An item is a stretch of a sequence's queries against a stretch of its keys, for one KV head: the query heads that share it are further rows.
-// Keys pass in tiles of six blocks under an online softmax (Milakov and Gimelshein, 2018; tiled as in FlashAttention-2, Dao, 2023). K lies
-// so that a block's positions are the lanes of a column vector of a register tile, and V so that its dimensions are. A tile's V is fetched ahead while Q K^T runs and the next tile's K while P V runs: blocks lie anywhere, and the hardware does not guess them.
-// A decode's long context is split and merged after (Dao et al., Flash-Decoding, 2023), by its length alone: a sequence's numbers are the
-// same to the last bit whatever else is in the batch.
+// An item is a stretch of a sequence's queries against a stretch of its keys, for one KV head: the query heads that share it are
+// further rows. Keys pass in tiles of six blocks under an online softmax (Milakov and Gimelshein, 2018; tiled as in
+// FlashAttention-2, Dao, 2023). A tile's V is fetched ahead while Q K^T runs and the next tile's K while P V runs: blocks lie
+// anywhere, and the hardware does not guess them. A decode's long context is split and merged after (Dao et al., Flash-Decoding,
+// 2023), by its length alone: a sequence's numbers are the same to the last bit whatever else is in the batch.
 #include <omp.h>
 
 #include <cmath>
@@ -14,8 +14,8 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kRegisterRows = 6;  // rows of a register tile; up to 8 when that is all there are
-constexpr int kSplitKeys = 256;   // about as many keys a split
+constexpr int kRegisterRows = 6;   // rows of a register tile; up to 8 when that is all there are
+constexpr int kSplitKeys = 256;    // about as many keys a split
 constexpr float kLowest = -1e30f;  // finite, so that differences of it are numbers
 
 struct Head {

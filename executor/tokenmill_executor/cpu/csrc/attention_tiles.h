@@ -8,7 +8,7 @@ namespace tokenmill {
 
 constexpr int kTileBlocks = 6;
 constexpr int kTileKeys = kTileBlocks * kBlock;
-constexpr int kMaxRows = 64;     // rows (queries x heads of a group) of an item
+constexpr int kMaxRows = 64;  // rows (queries x heads of a group) of an item
 
 // Work memory of one thread.
 struct alignas(64) Scratch {
@@ -67,14 +67,14 @@ struct Bf16Cache {
         const Pair* a = (const Pair*)(s.q + row * head_dim);
         for (int d = 0; d < pairs; d++) {
             Ints k[C];
-            TM_UNROLL for (int c = 0; c < C; c++) {
+            TM_EACH(c, C) {
                 k[c] = load_ints((const Pair*)t.k[first + c] + d * kBlock);
                 prefetch((const Pair*)t.v[first + c] + d * kBlock);
             }
             tile_step(tile, a + d, pairs, k);
         }
-        TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++)
-            store(s.scores + r * kTileKeys + (first + c) * kBlock, tile.at[r][c]);
+        TM_EACH(r, R)
+            TM_EACH(c, C) store(s.scores + r * kTileKeys + (first + c) * kBlock, tile.at[r][c]);
     }
 
     // Leaves a row's probabilities as `values` takes them.
@@ -88,8 +88,8 @@ struct Bf16Cache {
     TM_INLINE void values(const KeyTile& t, Scratch& s, int row, int head_dim, const float* alpha, int dim) {
         float* const out = s.out + row * head_dim + dim;
         Tile<R, C> tile;
-        TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++)
-            tile.at[r][c] = mul(load(out + r * head_dim + c * kLanes), splat(alpha[r]));
+        TM_EACH(r, R)
+            TM_EACH(c, C) tile.at[r][c] = mul(load(out + r * head_dim + c * kLanes), splat(alpha[r]));
         const Pair* a = (const Pair*)s.p;
         for (int block = 0; block < t.blocks; block++, a += kBlock / 2) {
             const int keys = t.end - t.first - block * kBlock;
@@ -98,7 +98,7 @@ struct Bf16Cache {
             const Pair* next = (const Pair*)t.next_k[block] + dim;
             for (int i = 0; i < pairs; i++, v += head_dim, next += head_dim) {
                 Ints x[C];
-                TM_UNROLL for (int c = 0; c < C; c++) {
+                TM_EACH(c, C) {
                     x[c] = load_ints(v + c * kLanes);
                     prefetch(next + c * kLanes);
                 }
@@ -107,17 +107,18 @@ struct Bf16Cache {
             if (keys < kBlock && keys % 2) {
                 // The other half of the last pair is left from another sequence and may not be a number.
                 Ints x[C];
-                TM_UNROLL for (int c = 0; c < C; c++) x[c] = low_halves(load_ints(v + c * kLanes));
+                TM_EACH(c, C) x[c] = low_halves(load_ints(v + c * kLanes));
                 tile_step(tile, a + pairs, kTileKeys / 2, x);
             }
         }
-        TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++) store(out + r * head_dim + c * kLanes, tile.at[r][c]);
+        TM_EACH(r, R)
+            TM_EACH(c, C) store(out + r * head_dim + c * kLanes, tile.at[r][c]);
     }
 };
 
-// K + 128 as unsigned bytes [head_dim / 4][16 positions][4], V as signed bytes [positions / 4][head_dim][4], each followed by a float
-// scale for each position. Nothing is widened: q and p become two bytes each, so that only K's and V's own rounding is lost. What a freed
-// block holds is a number whatever it is, so probabilities of 0 hide it.
+// K + 128 as unsigned bytes [head_dim / 4][16 positions][4], V as signed bytes [positions / 4][head_dim][4], each followed by a
+// float scale for each position. Nothing is widened: q and p become two bytes each, so that only K's and V's own rounding is lost.
+// What a freed block holds is a number whatever it is, so probabilities of 0 hide it.
 struct Int8Cache {
     static constexpr int kBase = 128, kUnsignedBase = 255;
     static constexpr int score_vectors(int rows) { return rows <= 2 ? 6 : rows <= 3 ? 4 : rows <= 4 ? 3 : rows <= 6 ? 2 : 1; }
@@ -160,22 +161,23 @@ struct Int8Cache {
         const int quads = head_dim / 4;
         const Quad* a = (const Quad*)(s.q_codes + row * 2 * head_dim);
         Ints tile[2 * R][C];
-        TM_UNROLL for (int r = 0; r < 2 * R; r++) TM_UNROLL for (int c = 0; c < C; c++) tile[r][c] =
-            splat_int(uint32_t(s.q_offsets[2 * row + r]));
+        TM_EACH(r, 2 * R)
+            TM_EACH(c, C) tile[r][c] = splat_int(uint32_t(s.q_offsets[2 * row + r]));
         for (int d = 0; d < quads; d++) {
             Ints k[C];
-            TM_UNROLL for (int c = 0; c < C; c++) {
+            TM_EACH(c, C) {
                 k[c] = load_ints((const Quad*)t.k[first + c] + d * kBlock);
                 prefetch((const Quad*)t.v[first + c] + d * kBlock);
             }
-            TM_UNROLL for (int r = 0; r < 2 * R; r++) {
+            TM_EACH(r, 2 * R) {
                 const Ints broadcast = splat_int(a[r * quads + d]);
-                TM_UNROLL for (int c = 0; c < C; c++) tile[r][c] = dot_quads(tile[r][c], k[c], broadcast);
+                TM_EACH(c, C) tile[r][c] = dot_quads(tile[r][c], k[c], broadcast);
             }
         }
-        TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++)
-            store(s.scores + r * kTileKeys + (first + c) * kBlock,
-                  fma(to_floats(tile[2 * r][c]), splat(kBase), to_floats(tile[2 * r + 1][c])));
+        TM_EACH(r, R)
+            TM_EACH(c, C)
+                store(s.scores + r * kTileKeys + (first + c) * kBlock,
+                      fma(to_floats(tile[2 * r][c]), splat(kBase), to_floats(tile[2 * r + 1][c])));
     }
 
     // p times V's scale = unit * (255 * high + low)
@@ -206,28 +208,30 @@ struct Int8Cache {
     TM_INLINE void values(const KeyTile& t, Scratch& s, int row, int head_dim, const float* alpha, int dim) {
         const Quad* a = (const Quad*)s.p_codes;
         Ints tile[2 * R][C];
-        TM_UNROLL for (int r = 0; r < 2 * R; r++) TM_UNROLL for (int c = 0; c < C; c++) tile[r][c] = splat_int(0);
+        TM_EACH(r, 2 * R)
+            TM_EACH(c, C) tile[r][c] = splat_int(0);
         for (int block = 0; block < t.blocks; block++, a += kBlock / 4) {
             const Quad* v = (const Quad*)t.v[block] + dim;
             const Quad* next = (const Quad*)t.next_k[block] + dim;
             for (int i = 0; i < kBlock / 4; i++, v += head_dim, next += head_dim) {
                 Ints x[C];
-                TM_UNROLL for (int c = 0; c < C; c++) {
+                TM_EACH(c, C) {
                     x[c] = load_ints(v + c * kLanes);
                     prefetch(next + c * kLanes);
                 }
-                TM_UNROLL for (int r = 0; r < 2 * R; r++) {
+                TM_EACH(r, 2 * R) {
                     const Ints broadcast = splat_int(a[r * kTileKeys / 4 + i]);
-                    TM_UNROLL for (int c = 0; c < C; c++) tile[r][c] = dot_quads(tile[r][c], broadcast, x[c]);
+                    TM_EACH(c, C) tile[r][c] = dot_quads(tile[r][c], broadcast, x[c]);
                 }
             }
         }
         float* const out = s.out + row * head_dim + dim;
-        TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++) {
-            const Floats units = fma(to_floats(tile[2 * r][c]), splat(kUnsignedBase), to_floats(tile[2 * r + 1][c]));
-            const Floats before = mul(load(out + r * head_dim + c * kLanes), splat(alpha[r]));
-            store(out + r * head_dim + c * kLanes, fma(units, splat(s.p_units[r]), before));
-        }
+        TM_EACH(r, R)
+            TM_EACH(c, C) {
+                const Floats units = fma(to_floats(tile[2 * r][c]), splat(kUnsignedBase), to_floats(tile[2 * r + 1][c]));
+                const Floats before = mul(load(out + r * head_dim + c * kLanes), splat(alpha[r]));
+                store(out + r * head_dim + c * kLanes, fma(units, splat(s.p_units[r]), before));
+            }
     }
 };
 

@@ -1,7 +1,7 @@
 // Activations times weight panels, bfloat16 or int8, with the epilogue in registers.
 //
-// A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are read
-// once from memory, which is what decoding costs.
+// A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are
+// read once from memory, which is what decoding costs.
 #include "kernels.h"
 #include "tile.h"
 
@@ -15,11 +15,11 @@ constexpr int kAhead = 1024;      // bytes of a panel to fetch ahead
 // Writes the first `columns` of a row's 48 results that begin at column `first`.
 TM_INLINE void store_floats(float* to, const Floats (&x)[kVectors], int columns, bool add_to) {
     if (columns == kPanel) {
-        TM_UNROLL for (int c = 0; c < kVectors; c++) store(to + c * kLanes, add_to ? add(load(to + c * kLanes), x[c]) : x[c]);
+        TM_EACH(c, kVectors) store(to + c * kLanes, add_to ? add(load(to + c * kLanes), x[c]) : x[c]);
         return;
     }
     float all[kPanel];
-    TM_UNROLL for (int c = 0; c < kVectors; c++) store(all + c * kLanes, x[c]);
+    TM_EACH(c, kVectors) store(all + c * kLanes, x[c]);
     for (int i = 0; i < columns; i++) to[i] = add_to ? to[i] + all[i] : all[i];
 }
 
@@ -37,7 +37,7 @@ TM_INLINE void finish_row(const Matrix& w, const Output& out, int row, int panel
     const int first = panel * kPanel;
     const int columns = w.columns - first < kPanel ? w.columns - first : kPanel;
     if (w.bias) {
-        TM_UNROLL for (int c = 0; c < kVectors; c++) x[c] = add(x[c], load(w.bias + first + c * kLanes));
+        TM_EACH(c, kVectors) x[c] = add(x[c], load(w.bias + first + c * kLanes));
     }
     if (out.store == Store::kSiluMul)
         store_silu_mul(out.halves + row * out.stride + first / 2, x, columns);
@@ -61,10 +61,10 @@ struct Bf16Panel {
         Tile<R, kVectors>::clear(t);
         for (int k = 0; k < pairs; k++, b += kPanel) {
             const Ints columns[kVectors] = {load_ints(b), load_ints(b + 16), load_ints(b + 32)};
-            TM_UNROLL for (int c = 0; c < kVectors; c++) prefetch((const char*)(b + 16 * c) + kAhead);
+            TM_EACH(c, kVectors) prefetch((const char*)(b + 16 * c) + kAhead);
             tile_step(t, a + k, pairs, columns);
         }
-        TM_UNROLL for (int r = 0; r < R; r++) finish_row(w, out, row + r, panel, t.at[r]);
+        TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
     }
 };
 
@@ -86,24 +86,24 @@ struct Int8Panel {
         Tile<R, kVectors>::clear(t);
         for (int g = 0; g < groups; g++, a += kGroup / 4, b += kGroup / 4 * kPanel) {
             Ints sums[R][kVectors];
-            TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < kVectors; c++) sums[r][c] =
-                splat_int(uint32_t(offsets[r * groups + g]));
+            TM_EACH(r, R)
+                TM_EACH(c, kVectors) sums[r][c] = splat_int(uint32_t(offsets[r * groups + g]));
             _Pragma("GCC unroll 2") for (int k = 0; k < kGroup / 4; k++) {
                 const Quad* bk = b + k * kPanel;
                 const Ints columns[kVectors] = {load_ints(bk), load_ints(bk + 16), load_ints(bk + 32)};
-                TM_UNROLL for (int c = 0; c < kVectors; c++) prefetch((const char*)(bk + 16 * c) + kAhead);
-                TM_UNROLL for (int r = 0; r < R; r++) {
+                TM_EACH(c, kVectors) prefetch((const char*)(bk + 16 * c) + kAhead);
+                TM_EACH(r, R) {
                     const Ints broadcast = splat_int(a[r * quads + k]);
-                    TM_UNROLL for (int c = 0; c < kVectors; c++) sums[r][c] = dot_quads(sums[r][c], columns[c], broadcast);
+                    TM_EACH(c, kVectors) sums[r][c] = dot_quads(sums[r][c], columns[c], broadcast);
                 }
             }
-            TM_UNROLL for (int r = 0; r < R; r++) {
+            TM_EACH(r, R) {
                 const Floats scale = splat(scales[r * groups + g]);
-                TM_UNROLL for (int c = 0; c < kVectors; c++) t.at[r][c] = fma(to_floats(sums[r][c]), scale, t.at[r][c]);
+                TM_EACH(c, kVectors) t.at[r][c] = fma(to_floats(sums[r][c]), scale, t.at[r][c]);
             }
         }
-        TM_UNROLL for (int r = 0; r < R; r++) {
-            TM_UNROLL for (int c = 0; c < kVectors; c++) t.at[r][c] = mul(t.at[r][c], load(w.scales + panel * kPanel + c * kLanes));
+        TM_EACH(r, R) {
+            TM_EACH(c, kVectors) t.at[r][c] = mul(t.at[r][c], load(w.scales + panel * kPanel + c * kLanes));
             finish_row(w, out, row + r, panel, t.at[r]);
         }
     }
@@ -146,10 +146,10 @@ void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
         const float scale = largest(top) / 127 + sum(poison);
         const Floats inverse = splat(scale > 0 ? 1 / scale : 0);
         for (int i = 0; i < kGroup / kLanes; i++) store_int8(q + i * kLanes, mul(x[i], inverse));
-        int32_t total = 0;
-        for (int i = 0; i < kGroup; i++) total += q[i];
+        // A group is one vector of bytes: its dot product with ones is its sum.
+        const Ints sums = dot_quads(splat_int(0), splat_int(0x01010101), load_ints(q));
         to.scales[int64_t(row) * groups + g] = scale;
-        to.offsets[int64_t(row) * groups + g] = -128 * total;
+        to.offsets[int64_t(row) * groups + g] = -128 * int32_t(sum(to_floats(sums)));
     }
 }
 

@@ -1,7 +1,8 @@
-// What the kernels and the step share: the records that Python fills in (cpu/library.py repeats them field by field) and the kernels.
+// What the kernels and the step share: the records that Python fills in (cpu/library.py repeats them field by field) and the
+// kernels.
 //
-// Every function that is not marked otherwise is called by all threads of one OpenMP team and divides its work among them; it returns when
-// all of it is done. Nothing here allocates or checks: tm_step has checked the batch, and Python the shapes.
+// Every function that is not marked otherwise is called by all threads of one OpenMP team and divides its work among them; it
+// returns when all of it is done. Nothing here allocates or checks: tm_step has checked the batch, and Python the shapes.
 #pragma once
 
 #include <cstddef>
@@ -11,17 +12,17 @@
 
 namespace tokenmill {
 
-constexpr int kBlock = 16;     // positions in a KV block: as many as lanes
-constexpr int kPanel = 48;     // columns of a weight panel
-constexpr int kGroup = 64;     // activations that share a scale when they are int8
+constexpr int kBlock = 16;        // positions in a KV block: as many as lanes
+constexpr int kPanel = 48;        // columns of a weight panel
+constexpr int kGroup = 64;        // activations that share a scale when they are int8
 constexpr int kMaxHeadDim = 256;  // of stack buffers
 constexpr float kLog2e = 1.44269504f;
 
 enum MatrixKind : int32_t { kBf16 = 0, kInt8 = 1 };
 enum KvKind : int32_t { kKvBf16 = 0, kKvInt8 = 1 };
 
-// A weight [columns, depth] in panels of 48 columns, zeros beyond the last: bf16 [panel][depth / 2][48][2], or int8 + 128 as unsigned bytes
-// [panel][depth / 4][48][4]. `scales` (int8) and `bias` (or null) have one float a column, padded to whole panels.
+// A weight [columns, depth] in panels of 48 columns, zeros beyond the last: bf16 [panel][depth / 2][48][2], or int8 + 128 as
+// unsigned bytes [panel][depth / 4][48][4]. `scales` (int8) and `bias` (or null) have one float a column, padded to whole panels.
 struct Matrix {
     const void* data;
     const float* scales;
@@ -70,8 +71,8 @@ struct Batch {
     const int32_t* rows;
 };
 
-// Rows that a matrix is multiplied with: bfloat16, and for int8 weights their int8 form with a scale for each group of 64. `offsets` are
-// -128 times the sum of each group, which undoes the weights' + 128.
+// Rows that a matrix is multiplied with: bfloat16, and for int8 weights their int8 form with a scale for each group of 64.
+// `offsets` are -128 times the sum of each group, which undoes the weights' + 128.
 struct Activations {
     bf16* values;
     int8_t* quantized;
@@ -98,7 +99,7 @@ struct AttentionItem {
     int32_t sequence, first_token, tokens, begin_key, end_key, split, splits;
 };
 struct Partials {
-    float* values;  // [split][heads][head_dim], normalised
+    float* values;   // [split][heads][head_dim], normalised
     float* weights;  // [split][heads]: log2 of the sum of exponentials
 };
 

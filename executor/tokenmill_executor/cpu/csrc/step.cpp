@@ -48,7 +48,8 @@ struct Arena {
         return p;
     }
     Activations activations(int64_t rows, int64_t depth) {
-        return {take<bf16>(rows * depth), take<int8_t>(rows * depth), take<float>(rows * depth / kGroup), take<int32_t>(rows * depth / kGroup)};
+        return {take<bf16>(rows * depth), take<int8_t>(rows * depth), take<float>(rows * depth / kGroup),
+                take<int32_t>(rows * depth / kGroup)};
     }
 };
 
@@ -114,7 +115,8 @@ const char* check(const Model& m, const Batch& b) {
     if (!all_between(b.token_ids, b.tokens, 0, m.vocab)) return "a token id lies outside the vocabulary";
     if (!all_between(b.positions, b.tokens, 0, m.max_positions)) return "a position lies beyond the model's longest context";
     if (!all_between(b.slots, b.tokens, 0, m.num_blocks * kBlock)) return "a slot lies outside the KV cache";
-    if (!all_between(b.block_tables, int64_t(b.sequences) * b.table_width, 0, m.num_blocks)) return "a block table names a block outside the KV cache";
+    if (!all_between(b.block_tables, int64_t(b.sequences) * b.table_width, 0, m.num_blocks))
+        return "a block table names a block outside the KV cache";
     if (b.query_starts[0] != 0 || b.query_starts[b.sequences] != b.tokens) return "query_starts do not cover the tokens";
     for (int s = 0; s < b.sequences; s++) {
         const int begin = b.query_starts[s], end = b.query_starts[s + 1], context = b.context_lens[s];
@@ -136,7 +138,9 @@ extern "C" {
 
 const char* tm_check(const tokenmill::Model* m, const tokenmill::Batch* b) { return tokenmill::check(*m, *b); }
 
-size_t tm_workspace_bytes(const tokenmill::Model* m, const tokenmill::Batch* b) { return tokenmill::lay_out(*m, *b, nullptr).bytes; }
+size_t tm_workspace_bytes(const tokenmill::Model* m, const tokenmill::Batch* b) {
+    return tokenmill::lay_out(*m, *b, nullptr).bytes;
+}
 
 size_t tm_kv_head_bytes(int kv_kind, int head_dim) { return tokenmill::kv_head_bytes(kv_kind, head_dim); }
 
@@ -160,7 +164,8 @@ void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void*
 }
 
 // One matrix product, one norm and one attention by themselves, for the tests.
-void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int store, float* floats, uint16_t* halves, int threads, void* workspace) {
+void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int store, float* floats, uint16_t* halves, int threads,
+             void* workspace) {
     using namespace tokenmill;
     Arena arena{(char*)workspace};
     const Activations a = arena.activations(rows, weight->depth);

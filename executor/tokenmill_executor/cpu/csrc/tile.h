@@ -10,16 +10,17 @@ struct Tile {
     Floats at[R][C];
 
     TM_INLINE void clear(Tile& t) {
-        TM_UNROLL for (int r = 0; r < R; r++) TM_UNROLL for (int c = 0; c < C; c++) t.at[r][c] = zeros();
+        TM_EACH(r, R)
+            TM_EACH(c, C) t.at[r][c] = zeros();
     }
 };
 
 // One step of depth: each row's pair, broadcast, times each column vector.
 template <int R, int C>
 TM_INLINE void tile_step(Tile<R, C>& t, const Pair* a, int64_t stride, const Ints (&b)[C]) {
-    TM_UNROLL for (int r = 0; r < R; r++) {
+    TM_EACH(r, R) {
         const Ints broadcast = splat_int(a[r * stride]);
-        TM_UNROLL for (int c = 0; c < C; c++) t.at[r][c] = dot_pairs(t.at[r][c], broadcast, b[c]);
+        TM_EACH(c, C) t.at[r][c] = dot_pairs(t.at[r][c], broadcast, b[c]);
     }
 }
 

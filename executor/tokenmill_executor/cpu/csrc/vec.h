@@ -1,8 +1,8 @@
 // Sixteen lanes of float32 and what the kernels need on them, on AVX512 (with BF16, VNNI) and on AVX2.
 //
-// `Pair` is two bfloat16 in one 32-bit lane, `Quad` four int8: what one lane of a dot-product instruction eats. Kernels are written against
-// these functions only, so that the same sources compile for both instruction sets. Numbers are what the instructions give: bfloat16
-// products are summed in float32.
+// `Pair` is two bfloat16 in one 32-bit lane, `Quad` four int8: what one lane of a dot-product instruction eats. Kernels are written
+// against these functions only, so that the same sources compile for both instruction sets. Numbers are what the instructions give:
+// bfloat16 products are summed in float32.
 #pragma once
 
 #include <immintrin.h>
@@ -19,7 +19,8 @@ using Quad = uint32_t;
 constexpr int kLanes = 16;
 
 #define TM_INLINE static inline __attribute__((always_inline))
-#define TM_UNROLL _Pragma("GCC unroll 16")
+// A short loop, unrolled whole: only then do arrays of vectors stay in registers.
+#define TM_EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
 TM_INLINE float to_float(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -55,8 +56,8 @@ TM_INLINE Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi32
 
 // acc + the products of two bfloat16 pairs a lane.
 TM_INLINE Floats dot_pairs(Floats acc, Ints a, Ints b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-// acc + the products of four unsigned bytes of a and four signed ones of b a lane. Written in assembly because the compiler otherwise
-// spills the accumulators.
+// acc + the products of four unsigned bytes of a and four signed ones of b a lane. Written in assembly because the compiler
+// otherwise spills the accumulators.
 TM_INLINE Ints dot_quads(Ints acc, Ints a, Ints b) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
@@ -85,7 +86,8 @@ TM_INLINE Floats odds(Floats a, Floats b) {
 TM_INLINE Floats keep_between(Floats x, int first, int begin, int end, Floats other) {
     const Ints lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const Ints number = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
-    const __mmask16 keep = _mm512_cmpge_epi32_mask(number, _mm512_set1_epi32(begin)) & _mm512_cmplt_epi32_mask(number, _mm512_set1_epi32(end));
+    const __mmask16 keep =
+        _mm512_cmpge_epi32_mask(number, _mm512_set1_epi32(begin)) & _mm512_cmplt_epi32_mask(number, _mm512_set1_epi32(end));
     return _mm512_mask_blend_ps(keep, other, x);
 }
 
@@ -167,12 +169,15 @@ TM_INLINE __m256i dot_quads_half(__m256i acc, __m256i a, __m256i b) {
     acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(a, even), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8)));
 }
-TM_INLINE Ints dot_quads(Ints acc, Ints a, Ints b) { return {dot_quads_half(acc.low, a.low, b.low), dot_quads_half(acc.high, a.high, b.high)}; }
+TM_INLINE Ints dot_quads(Ints acc, Ints a, Ints b) {
+    return {dot_quads_half(acc.low, a.low, b.low), dot_quads_half(acc.high, a.high, b.high)};
+}
 
 // To nearest, ties to even; not a number keeps its quiet bit.
 TM_INLINE __m256i round_bf16(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x);
-    const __m256i bias = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+    const __m256i bias =
+        _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
     const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
     return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
