@@ -16,6 +16,7 @@ from tokenmill_client import Client, NotFound
 
 from tests.e2e.commands import TIMEOUT_S, Running, tokenmill
 from tests.fakes.calls import foretold
+from tests.fakes.certificates import Authority
 from tests.fakes.models import smollm2_path
 
 SIMULATED = ("--model", "simulated", "--simulated-step-ms", "2")
@@ -93,6 +94,28 @@ def test_operators_tables(service: str) -> None:
     assert "simulated" in tokenmill("--server", service, "executors", "list").stdout
     assert "continuous, fcfs" in tokenmill("--server", service, "load").stdout
     assert json.loads(tokenmill("--server", service, "models", "list", "--json").stdout)[0]["executors"] == 1
+
+
+def test_serve_all_with_tls_and_tokens(tmp_path: Path) -> None:
+    """From the environment too, which the executor must not take for its own."""
+    authority = Authority(tmp_path / "authority")
+    pair = authority.issue("served")
+    made = tokenmill("auth", "create", "ann", "--tenant", "apple", "--json")
+    drawn, entry = (json.loads(made.stdout)[part] for part in ("token", "entry"))
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text("[[token]]\n" + "".join(f'{key} = "{value}"\n' for key, value in entry.items()))
+    served = {"TOKENMILL_TLS_CERT": str(pair.cert), "TOKENMILL_TLS_KEY": str(pair.key), "TOKENMILL_AUTH_TOKENS": str(tokens)}
+    trusting = ("--tls-ca", str(authority.ca))
+    with Running(*trusting, "serve", "all", *SIMULATED, *ANYWHERE, cwd=tmp_path, **served) as running:
+        server = (*trusting, "--server", running.expect(r"tokenmill is ready at (\S+)\. ")[1])
+        done = tokenmill(*server, "generate", "x", "-n", "3", "--request-id", "r", TOKENMILL_TOKEN=drawn)
+        assert done.returncode == 0, done.stderr
+        assert tokenmill(*server, "generate", "x").returncode == ExitCode.REFUSED
+        refused = tokenmill(*server, "requests", "list", TOKENMILL_TOKEN=drawn)
+        assert (refused.returncode, "needs the role operator" in refused.stderr) == (ExitCode.REFUSED, True)
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+        assert drawn not in running.text
 
 
 def test_serve_all_stops_both_and_keeps_the_database(tmp_path: Path) -> None:
