@@ -17,7 +17,10 @@ from tokenmill_executor.sequences import Sequence
 # Not frozen: hundreds are made each step, and a frozen record takes twice as long to make.
 @dataclass(slots=True)
 class Advance:
-    """`sequence` is computed from position `start` up to, not with, `end`; `entry` is its place in the plan's columns."""
+    """`sequence` is computed from position `start` up to, not with, `end`; `entry` is its place in the plan's columns.
+
+    `start` is beyond `sequence.computed` where what lies between came from the prefix cache.
+    """
 
     entry: int
     sequence: Sequence

@@ -15,7 +15,8 @@ import structlog
 
 from tokenmill_executor.batch import Advance, build_batch
 from tokenmill_executor.blocks import BlockPool
-from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, StepTimes
+from tokenmill_executor.prefix import PrefixHasher
+from tokenmill_executor.records import Admission, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
 from tokenmill_executor.runner import Runner, SampledLogprobs, StepOutput
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
 
@@ -43,6 +44,7 @@ class _Columns:
     num_computed: list[int]
     num_sampled: list[int]
     finishes: list[int]
+    num_cached: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[SampledLogprobs] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -50,9 +52,15 @@ class _Columns:
 
 class Engine:
     def __init__(
-        self, runner: Runner, num_blocks: int, block_size: int, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        runner: Runner,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        clock: Callable[[], float] = time.perf_counter,
+        hasher: PrefixHasher | None = None,
     ) -> None:
-        """Makes the runner allocate its cache."""
+        """Makes the runner allocate its cache. Without a `hasher` no prefix is cached."""
         runner.allocate(num_blocks, block_size)
         self._runner = runner
         self._pool = BlockPool(num_blocks, block_size)
@@ -61,12 +69,13 @@ class Engine:
         description = runner.description
         self._limits = Limits(description.vocab_size, description.max_model_len, description.eos_token_ids)
         self._clock = clock
+        self._hasher = hasher
 
     def carry_out(self, plan: Plan) -> Result:
         """One step. What is wrong with a single sequence is a fault in the result; raises only for a mistake of this executor."""
         started_s = self._clock()
         entries = len(plan.advance_sequence_ids)
-        columns = _Columns([0] * entries, [0] * entries, [0] * entries)
+        columns = _Columns([0] * entries, [0] * entries, [0] * entries, [0] * entries)
         self._release(plan.release)
         self._admit(plan.admit, columns.faults)
         parts = self._compute(self._reserve(plan, columns.faults))
@@ -87,14 +96,17 @@ class Engine:
             times=StepTimes(prepare_s, forward_s, sample_s),
             faults=columns.faults,
             logprobs=columns.logprobs,
+            num_cached=columns.num_cached if any(columns.num_cached) else (),
+            prefix=self._pool.index.take_changes(),
         )
 
-    def release_all(self) -> Blocks:
-        """Forgets every sequence. Returns the blocks as they stand then: none held."""
+    def release_all(self) -> Standing:
+        """Forgets every sequence, for a scheduler that knows nothing yet. No block is held then; the cached ones stay."""
         for sequence in list(self._sequences.values()):
             self._drop(sequence)
         self.check()
-        return self._pool.counts()
+        self._pool.index.tell_all()
+        return Standing(self._pool.counts(), self._pool.index.take_changes())
 
     def check(self) -> None:
         """Raises AssertionError unless blocks and references agree with the sequences. O(blocks): for tests and idle times."""
@@ -121,7 +133,8 @@ class Engine:
             if error is not None:
                 faults.append(Fault(admission.sequence_id, SequenceFault.ERROR, error))
                 continue
-            self._sequences[admission.sequence_id] = Sequence(admission, self._limits)
+            root = b"" if self._hasher is None else self._hasher.root(admission.cache_salt)
+            self._sequences[admission.sequence_id] = Sequence(admission, self._limits, root)
 
     def _reserve(self, plan: Plan, faults: list[Fault]) -> list[Advance]:
         """Takes the blocks that this step writes to, sequence after sequence in plan order; those that get none stay behind."""
@@ -131,11 +144,26 @@ class Engine:
             sequence = self._sequences.get(sequence_id)
             if sequence is None or most < 1:
                 continue
-            start = sequence.computed
+            start = sequence.computed or self._share_prefix(sequence)
             end = min(start + most, len(sequence.token_ids))
             if end <= sequence.table.count * block_size or self._take_blocks(sequence, end, faults):
                 advances.append(Advance(entry, sequence, start, end))
+            elif sequence.computed == 0:
+                # All or nothing: what it shares must not stay pinned while it waits.
+                self._pool.release(sequence.table)
         return advances
+
+    def _share_prefix(self, sequence: Sequence) -> int:
+        """At its first advance: takes the blocks that are cached of all tokens but the last, whose logits are wanted.
+
+        Returns the tokens they hold; they count as computed once the step succeeds.
+        """
+        if self._hasher is None:
+            return 0
+        block_size = self._pool.block_size
+        most = (len(sequence.token_ids) - 1) // block_size
+        self._hasher.extend(sequence.digests, sequence.root, sequence.token_ids, most)
+        return self._pool.share(sequence.table, sequence.digests[:most]) * block_size
 
     def _take_blocks(self, sequence: Sequence, end: int, faults: list[Fault]) -> bool:
         known = len(sequence.token_ids)
@@ -187,14 +215,15 @@ class Engine:
         if part.error:
             self._fail(part.advances[0].sequence, SequenceFault.ERROR, part.error, columns.faults)
             return
-        for advance in part.advances:
-            advance.sequence.computed = advance.end
-            columns.num_computed[advance.entry] = advance.end - advance.start
         output = part.output
+        failed = {part.sample_rows[index] for index in output.errors}
+        for row, advance in enumerate(part.advances):
+            # What a sequence at fault has computed is not to be trusted, least of all by others.
+            if row not in failed:
+                self._keep(advance, columns)
         for index, (row, token_id) in enumerate(zip(part.sample_rows, output.token_ids, strict=True)):
             advance = part.advances[row]
-            if index in output.errors:
-                columns.num_computed[advance.entry] = 0
+            if row in failed:
                 self._fail(advance.sequence, SequenceFault.ERROR, output.errors[index], columns.faults)
                 continue
             columns.token_ids.append(token_id)
@@ -205,6 +234,21 @@ class Engine:
             if finish is not SequenceFinish.NONE:
                 columns.finishes[advance.entry] = finish
                 self._drop(advance.sequence)
+
+    def _keep(self, advance: Advance, columns: _Columns) -> None:
+        """What was computed counts from now on."""
+        sequence = advance.sequence
+        columns.num_cached[advance.entry] = advance.start - sequence.computed
+        columns.num_computed[advance.entry] = advance.end - advance.start
+        sequence.computed = advance.end
+        self._store_blocks(sequence, advance.start, advance.end)
+
+    def _store_blocks(self, sequence: Sequence, start: int, end: int) -> None:
+        """Indexes the blocks that computing positions `start` to `end` - 1 has filled."""
+        first, last = start // self._pool.block_size, end // self._pool.block_size
+        if self._hasher is not None and first < last:
+            self._hasher.extend(sequence.digests, sequence.root, sequence.token_ids, last)
+            self._pool.store(sequence.table, sequence.digests, first, last)
 
     # ---- the end of a sequence -------------------------------------------------------------------------------------------------
 

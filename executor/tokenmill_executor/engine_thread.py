@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tokenmill_executor.engine import Engine
-from tokenmill_executor.records import Blocks, Plan, Result
+from tokenmill_executor.records import Plan, Result, Standing
 from tokenmill_executor.wire import ServiceTimes
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class EngineThread:
         arrived_s = time.perf_counter()
         return self.run(lambda: self._carry_out(plan, wanted, began, arrived_s))
 
-    def release_all(self) -> asyncio.Future[Blocks]:
+    def release_all(self) -> asyncio.Future[Standing]:
         """Forgets every sequence, once the step in progress is over."""
         return self.run(self._release_all)
 
@@ -76,8 +76,8 @@ class EngineThread:
         self._idle_since_s = time.perf_counter()
         return Answer(result, times)
 
-    def _release_all(self) -> Blocks:
+    def _release_all(self) -> Standing:
         assert self._engine is not None
-        blocks = self._engine.release_all()
+        standing = self._engine.release_all()
         self._idle_since_s = time.perf_counter()
-        return blocks
+        return standing

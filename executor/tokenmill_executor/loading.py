@@ -12,6 +12,7 @@ import structlog
 from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_executor.engine import Engine
+from tokenmill_executor.prefix import PrefixHasher, hash_function
 from tokenmill_executor.runner import Runner
 from tokenmill_executor.servicer import Service, tokenizer_digest
 from tokenmill_executor.settings import SIMULATED, Settings, SettingsError
@@ -76,6 +77,19 @@ def _blocks_per_sequence(settings: Settings, runner: Runner) -> int:
     return -(-runner.description.max_model_len // settings.block_size)
 
 
+def make_hasher(settings: Settings, runner: Runner) -> PrefixHasher | None:
+    """None when prefixes are not to be cached. Raises SettingsError."""
+    if not settings.enable_prefix_caching:
+        return None
+    try:
+        digest = hash_function(settings.prefix_caching_hash_algo)
+    except ModuleNotFoundError as error:
+        raise SettingsError("--prefix-caching-hash-algo xxhash needs the package xxhash: pip install xxhash") from error
+    description = runner.description
+    # The cache dies with the process, and so do the weights: their names are enough to tell them apart.
+    return PrefixHasher(digest, f"{description.model} {description.dtype} {settings.kv_cache_dtype}", settings.block_size)
+
+
 class Loader:
     """Two steps, since the first runs on the engine's thread and the second needs the bound address: `load`, then `service`."""
 
@@ -84,6 +98,7 @@ class Loader:
         self._make_runner = make_runner
         self._runner: Runner | None = None
         self._num_blocks = 0
+        self._hasher: PrefixHasher | None = None
 
     def load(self) -> Engine:
         runner = self._runner = self._make_runner(self._settings)
@@ -96,7 +111,8 @@ class Loader:
                 max_model_len=runner.description.max_model_len,
                 advice="longer sequences will fail: raise --kv-cache-memory-bytes or lower --max-model-len",
             )
-        return Engine(runner, self._num_blocks, self._settings.block_size, self._settings.max_num_seqs)
+        self._hasher = make_hasher(self._settings, runner)
+        return Engine(runner, self._num_blocks, self._settings.block_size, self._settings.max_num_seqs, hasher=self._hasher)
 
     def service(self, name: str) -> Service:
         assert self._runner is not None
@@ -118,4 +134,8 @@ class Loader:
             dtype=description.dtype,
             version=version("tokenmill"),
         )
+        if self._hasher is not None:
+            response.features.append("prefix_caching")
+            response.prefix_caching_hash_algo = settings.prefix_caching_hash_algo
+            response.cache_version = self._hasher.version
         return Service(response, files)

@@ -68,6 +68,23 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixChanges:
+    """Of the prefix index, to be applied in this order: hashes dropped, then hashes stored, each with its parent's (0: none)."""
+
+    dropped: SequenceOf[int] = ()
+    stored: SequenceOf[int] = ()
+    parents: SequenceOf[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a new epoch begins with: no sequence, these blocks, and, as changes to nothing, what is indexed."""
+
+    blocks: Blocks
+    prefix: PrefixChanges = PrefixChanges()
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """Seconds that carrying out one plan took."""
 
@@ -81,7 +98,8 @@ class Result:
     """Answers one plan. Columns have one entry for each sequence the plan advanced, in its order.
 
     `token_ids` holds all sampled tokens, `num_sampled[i]` of them for sequence i. `logprobs` has one entry for each of those tokens
-    whose sequence asked, in order.
+    whose sequence asked, in order. `num_cached`, of tokens taken from the prefix cache beside those computed, may be empty when all
+    are 0.
     """
 
     epoch: int
@@ -95,3 +113,5 @@ class Result:
     times: StepTimes
     faults: SequenceOf[Fault] = field(default=())
     logprobs: SequenceOf[SampledLogprobs] = field(default=())
+    num_cached: SequenceOf[int] = field(default=())
+    prefix: PrefixChanges = PrefixChanges()

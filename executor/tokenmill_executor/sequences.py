@@ -26,16 +26,21 @@ class Limits:
 
 
 class Sequence:
-    """`token_ids` are all known tokens; K and V of the first `computed` of them are in the cache, in the blocks of `table`."""
+    """`token_ids` are all known tokens; K and V of the first `computed` of them are in the cache, in the blocks of `table`.
 
-    __slots__ = ("_end_len", "_stops", "computed", "sampling", "sequence_id", "table", "token_ids")
+    `digests` are those of its first full blocks, as many as were wanted so far, chained to the prefix cache's `root`.
+    """
 
-    def __init__(self, admission: Admission, limits: Limits) -> None:
+    __slots__ = ("_end_len", "_stops", "computed", "digests", "root", "sampling", "sequence_id", "table", "token_ids")
+
+    def __init__(self, admission: Admission, limits: Limits, root: bytes = b"") -> None:
         params = admission.params
         self.sequence_id = admission.sequence_id
         self.token_ids = list(admission.token_ids)
         self.computed = 0
         self.table = BlockTable()
+        self.root = root
+        self.digests: list[bytes] = []
         # Shares the list `token_ids`, so one object serves every step.
         self.sampling = SamplingInput(self.sequence_id, self.token_ids, admission.num_prompt_tokens, params)
         self._stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else limits.eos_token_ids)

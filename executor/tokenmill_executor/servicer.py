@@ -17,7 +17,7 @@ from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill.executor.v1 import executor_pb2_grpc
 
 from tokenmill_executor.engine_thread import EngineThread
-from tokenmill_executor.records import Blocks
+from tokenmill_executor.records import Standing
 from tokenmill_executor.session import Context, Session
 from tokenmill_executor.wire import PlanLimits
 
@@ -108,8 +108,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
         session = self._begin(epoch)
         try:
-            blocks = await self._release_all()
-            ending = await session.serve(request_iterator, context, blocks)
+            standing = await self._release_all()
+            ending = await session.serve(request_iterator, context, standing)
         finally:
             self._finish(session)
         log.info("session_ended", epoch=epoch, code=ending.code.name, reason=ending.detail)
@@ -140,13 +140,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             # Behind the step in progress, and ahead of whatever the next session asks.
             self._thread.release_all().add_done_callback(self._released)
 
-    async def _release_all(self) -> Blocks:
+    async def _release_all(self) -> Standing:
         released = self._thread.release_all()
         released.add_done_callback(self._released)
         # Shielded: cancelling the handler must not take the release out of the engine's queue.
         return await asyncio.shield(released)
 
-    def _released(self, future: asyncio.Future[Blocks]) -> None:
+    def _released(self, future: asyncio.Future[Standing]) -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
             log.error("release_failed", exc_info=error)
             self.failed.set()

@@ -19,8 +19,8 @@ import structlog
 from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_executor.engine_thread import Answer, EngineThread
-from tokenmill_executor.records import Blocks, Plan
-from tokenmill_executor.wire import BadPlan, PlanLimits, decode_plan, encode_blocks, encode_result
+from tokenmill_executor.records import Plan, Standing
+from tokenmill_executor.wire import BadPlan, PlanLimits, decode_plan, encode_result, encode_welcome
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 
@@ -74,10 +74,9 @@ class Session:
             self._leaving = Ending(code, detail)
             self._end_if_left()
 
-    async def serve(self, requests: AsyncIterator[pb.RunRequest], context: Context, blocks: Blocks) -> Ending:
-        """Talks to the scheduler until the session ends; `blocks` is what the welcome tells. Await `written` afterwards."""
-        welcome = pb.Welcome(epoch=self.epoch, blocks=encode_blocks(blocks))
-        self._outbox.put_nowait(pb.RunResponse(welcome=welcome))
+    async def serve(self, requests: AsyncIterator[pb.RunRequest], context: Context, standing: Standing) -> Ending:
+        """Talks to the scheduler until the session ends; `standing` is what the welcome tells. Await `written` afterwards."""
+        self._outbox.put_nowait(encode_welcome(self.epoch, standing))
         self._writer = self._start(self._write(context))
         tasks = [self._start(self._read(requests)), self._start(self._beat())]
         try:

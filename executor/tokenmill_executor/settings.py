@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tokenmill_executor.prefix import HASH_ALGORITHMS
+
 SIMULATED = "simulated"
 DEFAULT_LISTEN = "127.0.0.1:7601"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -57,6 +59,8 @@ class Settings:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
+    enable_prefix_caching: bool
+    prefix_caching_hash_algo: str
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -144,8 +148,18 @@ def _environment_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
     for action in parser._actions:
         value = environ.get(f"TOKENMILL_{action.dest.upper()}")
         if value is not None and action.option_strings:
-            flags.append(f"{action.option_strings[-1]}={value}")
+            flags.append(_environment_flag(action, value))
     return flags
+
+
+def _environment_flag(action: argparse.Action, value: str) -> str:
+    if not isinstance(action, argparse.BooleanOptionalAction):
+        return f"{action.option_strings[-1]}={value}"
+    on, off = action.option_strings
+    words = {"1": on, "true": on, "yes": on, "0": off, "false": off, "no": off}
+    if value.lower() not in words:
+        raise SettingsError(f"TOKENMILL_{action.dest.upper()} is {value!r}: say true or false")
+    return words[value.lower()]
 
 
 def _server_tls(values: Mapping[str, Any]) -> ServerTls | None:
@@ -228,6 +242,17 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--gpu-memory-utilization": {"type": _fraction, "default": 0.9, "help": "share of a GPU's memory for weights and KV cache"},
         "--num-gpu-blocks-override": {"type": _count, "help": "number of KV blocks, whatever the memory"},
+        "--enable-prefix-caching": {
+            "action": argparse.BooleanOptionalAction,
+            "default": True,
+            "help": "keep the blocks of ended sequences, and start sequences that begin alike from them",
+        },
+        "--prefix-caching-hash-algo": {
+            "choices": HASH_ALGORITHMS,
+            "default": "sha256",
+            "help": "xxhash, from the package of that name, is faster, but prompts can be made that pass for one another, and the "
+            "scheduler cannot foretell what is cached",
+        },
     },
     "steps": {
         "--max-num-seqs": {"type": _count, "default": 256, "help": "most sequences in a step"},

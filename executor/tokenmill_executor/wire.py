@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tokenmill.executor.v1 import executor_pb2 as pb
 
-from tokenmill_executor.records import Admission, Blocks, Plan, Result
+from tokenmill_executor.records import Admission, Blocks, Plan, Result, Standing
 from tokenmill_executor.runner import SampledLogprobs, SamplingParams
 
 
@@ -100,8 +100,22 @@ def encode_result(result: Result, times: ServiceTimes) -> pb.RunResponse:
             sample_us=_microseconds(result.times.sample_s),
             idle_us=_microseconds(times.idle_s),
         ),
+        num_cached=result.num_cached,
+        dropped=result.prefix.dropped,
+        stored=result.prefix.stored,
+        stored_parents=result.prefix.parents,
     )
     return pb.RunResponse(result=message)
+
+
+def encode_welcome(epoch: int, standing: Standing) -> pb.RunResponse:
+    welcome = pb.Welcome(
+        epoch=epoch,
+        blocks=encode_blocks(standing.blocks),
+        stored=standing.prefix.stored,
+        stored_parents=standing.prefix.parents,
+    )
+    return pb.RunResponse(welcome=welcome)
 
 
 def encode_blocks(blocks: Blocks) -> pb.Blocks:

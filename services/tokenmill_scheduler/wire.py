@@ -23,7 +23,6 @@ from tokenmill_scheduler.core.records import (
 )
 from tokenmill_scheduler.core.request import Sampling
 
-
 # The feature word, and the one way of hashing blocks that the core knows.
 PREFIX_CACHING = "prefix_caching"
 HASH_ALGORITHM = "sha256"

@@ -34,15 +34,16 @@ def lose(roster: Roster, executor: ExecutorState, now_s: float, reason: str) -> 
     culprit = on_trial.live if on_trial is not None else None
     if on_trial is None:
         for sequence in involved:
-            _suspect(sequence)
+            _suspect(sequence, executor)
     roster.lose(executor, now_s, reason)
     if culprit is not None:
         roster.end(culprit, _QUARANTINED, now_s)
 
 
-def _suspect(sequence: Sequence) -> None:
+def _suspect(sequence: Sequence, executor: ExecutorState) -> None:
     if sequence.live is not None:
-        sequence.live.suspect_until = sequence.planned_computed
+        ahead = executor.description.caches_prefixes
+        sequence.live.suspect_until = sequence.most_computed if ahead else sequence.planned_computed
 
 
 def on_trial(executor: ExecutorState) -> bool:

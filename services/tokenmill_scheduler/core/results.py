@@ -94,9 +94,7 @@ class _Reading:
         block_size = forecast.block_size
         exceptions = result.faults.keys() | self._text_stops.keys() if result.faults or self._text_stops else ()
         start = 0
-        columns = zip(
-            out.sequences, _advanced(result), result.num_sampled, result.finishes, strict=True
-        )
+        columns = zip(out.sequences, _advanced(result), result.num_sampled, result.finishes, strict=True)
         for row, (sequence, advanced, num_sampled, finish) in enumerate(columns):
             sequence.settle(advanced, num_sampled)
             if sequence.computed > sequence.held * block_size:

@@ -58,7 +58,7 @@ class Sequence:
     @property
     def most_computed(self) -> int:
         """Tokens it may have computed, at the most, once every plan that is out has been carried out."""
-        return self.planned_computed if self.computed else self.known + max(0, self.plans_out - 1)
+        return self.planned_computed if self.computed else min(self.known + max(0, self.plans_out - 1), self.limit - 1)
 
     @property
     def exhausted(self) -> bool:
@@ -71,7 +71,7 @@ class Sequence:
         self._carry_out(count)
 
     def settle(self, advanced: int, num_sampled: int) -> None:
-        """Replaces what the oldest plan out was booked to do by what its result says it did: `advanced` counts cached tokens too."""
+        """Replaces what the oldest plan out was booked to do by what it did; `advanced` counts tokens computed and cached."""
         booked = self.bookings.pop(0)
         self.computed += advanced
         self.known += num_sampled

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenmill_executor.engine import Engine
+from tokenmill_executor.prefix import PrefixHasher, hash_function
 from tokenmill_executor.records import Admission, Plan, Result
 from tokenmill_executor.runner import SamplingParams
 
 from tests.fakes.runner import oracle_token
 
 
+def hasher(block_size: int, version: str = "oracle 1") -> PrefixHasher:
+    return PrefixHasher(hash_function("sha256"), version, block_size)
+
+
 def admission(
-    sequence_id: int, prompt: Sequence[int], output: Sequence[int] = (), max_tokens: int = 8, **params: object
+    sequence_id: int, prompt: Sequence[int], output: Sequence[int] = (), max_tokens: int = 8, salt: str = "", **params: object
 ) -> Admission:
     sampling = SamplingParams(max_tokens=max_tokens, seed=0, **params)  # type: ignore[arg-type]
-    return Admission(sequence_id, [*prompt, *output], len(prompt), sampling)
+    return Admission(sequence_id, [*prompt, *output], len(prompt), sampling, salt)
 
 
 def oracle_output(prompt: Sequence[int], count: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Random plans on a small pool: blocks are conserved, no token is crossed, whatever order things come in."""
+"""Random plans on a small pool: blocks are conserved, no token is crossed, whatever order things come in, with and without a
+prefix cache. The runner reads every context back through the block table, so a block shared by mistake shows."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tokenmill_executor.engine import Engine
-from tokenmill_executor.records import Admission, Blocks, Plan, Result, SequenceFault, SequenceFinish
+from tokenmill_executor.prefix import short_hash
+from tokenmill_executor.records import Admission, Blocks, Plan, PrefixChanges, Result, SequenceFault, SequenceFinish
 
 from tests.fakes.runner import POISON, OracleRunner, oracle_token
-from tests.unit.engine.plans import admission
+from tests.unit.engine.plans import admission, hasher
 
 MAX_MODEL_LEN = 24
 
@@ -42,11 +44,15 @@ class RandomPlans(RuleBasedStateMachine):
         self.plan_id = 0
         self.blocks: Blocks | None = None
 
-    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4))
-    def start(self, num_blocks: int, block_size: int) -> None:
+    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4), caching=st.booleans())
+    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.engine = Engine(OracleRunner(MAX_MODEL_LEN), num_blocks, block_size, max_num_seqs=4)
+        self.caching = caching
+        self.mirror: set[int] = set()
+        self.engine = Engine(
+            OracleRunner(MAX_MODEL_LEN), num_blocks, block_size, max_num_seqs=4, hasher=hasher(block_size) if caching else None
+        )
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -69,21 +75,24 @@ class RandomPlans(RuleBasedStateMachine):
             old = resumable[-1]
             model = Model(list(old.tokens), old.num_prompt, old.max_tokens)
         else:
-            prompt: list[int] = data.draw(st.lists(st.integers(1, 5) | st.just(POISON), min_size=1, max_size=10), "prompt")
+            prompt: list[int] = data.draw(st.lists(st.sampled_from([1, 1, 1, 2, POISON]), min_size=1, max_size=10), "prompt")
             model = Model(prompt, len(prompt), data.draw(st.integers(1, 8), "max_tokens"))
         self.live[sequence_id] = model
         return admission(sequence_id, model.tokens[: model.num_prompt], model.tokens[model.num_prompt :], model.max_tokens)
 
     def _compare(self, result: Result, most: list[int]) -> None:
         self.blocks = result.blocks
+        self._mirror(result.prefix)
+        cached = list(result.num_cached) or [0] * len(most)
         faults = {fault.sequence_id: fault.fault for fault in result.faults}
         tokens = list(result.token_ids)
         for index, sequence_id in enumerate(result.sequence_ids):
             model = self.live.get(sequence_id)
             computed, sampled, finish = result.num_computed[index], result.num_sampled[index], result.finishes[index]
             if model is None or most[index] == 0 or sequence_id in faults:
-                assert (computed, sampled, finish) == (0, 0, SequenceFinish.NONE)
+                assert (computed, sampled, finish, cached[index]) == (0, 0, SequenceFinish.NONE, 0)
             else:
+                self._take_cached(model, cached[index])
                 assert computed == min(most[index], len(model.tokens) - model.computed)
                 model.computed += computed
                 assert sampled == (model.computed == len(model.tokens))
@@ -95,6 +104,18 @@ class RandomPlans(RuleBasedStateMachine):
                 self.gone.append((sequence_id, self.live.pop(sequence_id)))
         assert not tokens
         self._explain(faults)
+
+    def _take_cached(self, model: Model, count: int) -> None:
+        """Only at the first advance, whole blocks, and never the last token."""
+        assert count == 0 or (self.caching and model.computed == 0 and count % self.block_size == 0 and count < len(model.tokens))
+        model.computed += count
+
+    def _mirror(self, changes: PrefixChanges) -> None:
+        assert self.mirror >= set(changes.dropped)
+        self.mirror -= set(changes.dropped)
+        for stored, parent in zip(changes.stored, changes.parents, strict=True):
+            assert parent in self.mirror or parent == 0
+            self.mirror.add(stored)
 
     def _explain(self, faults: dict[int, SequenceFault]) -> None:
         for sequence_id, fault in faults.items():
@@ -109,20 +130,32 @@ class RandomPlans(RuleBasedStateMachine):
         if self.blocks is None:
             return
         self.engine.check()
-        held = sum(-(-model.computed // self.block_size) for model in self.live.values())
-        assert (self.blocks.free, self.blocks.cached, self.blocks.held) == (self.num_blocks - held, 0, held)
+        assert self.blocks.free + self.blocks.cached + self.blocks.held == self.num_blocks
+        held = [-(-model.computed // self.block_size) for model in self.live.values()]
+        if self.caching:
+            assert max(held, default=0) <= self.blocks.held <= sum(held)
+        else:
+            assert (self.blocks.cached, self.blocks.held) == (0, sum(held))
+        assert self.mirror == {short_hash(digest) for digest in self.engine._pool.index._blocks}
 
     @precondition(lambda self: self.plan_id > 0)
     @rule()
     def new_epoch(self) -> None:
-        self.blocks = self.engine.release_all()
+        self._release_all()
         self.live.clear()
         self.gone.clear()
-        assert self.blocks == Blocks(free=self.num_blocks, cached=0, held=0)
 
     def teardown(self) -> None:
         if self.plan_id:
-            assert self.engine.release_all() == Blocks(free=self.num_blocks, cached=0, held=0)
+            self._release_all()
+
+    def _release_all(self) -> None:
+        """Nothing is held, what is cached stays, and the next scheduler is told all of it."""
+        standing = self.engine.release_all()
+        self.blocks = standing.blocks
+        assert standing.blocks == Blocks(self.num_blocks - len(self.mirror), len(self.mirror), 0)
+        assert set(standing.prefix.stored) == self.mirror
+        assert not standing.prefix.dropped
 
 
 RandomPlans.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)

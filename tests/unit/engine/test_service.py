@@ -84,7 +84,38 @@ async def test_two_plans_out_at_once_feed_each_other_the_sampled_tokens(start: S
     assert tokens == oracle_output([5, 6], 8)
     assert list(result.finishes) == [pb.SEQUENCE_FINISH_LENGTH]
     assert result.blocks.held == 0
-    assert result.blocks.free == (await service.stub.Describe(pb.DescribeRequest())).num_blocks
+    assert result.blocks.free + result.blocks.cached == (await service.stub.Describe(pb.DescribeRequest())).num_blocks
+
+
+async def test_a_scheduler_that_comes_anew_is_told_what_is_cached_and_hits_it(start: Start) -> None:
+    service = await start(OracleRunner(), "--block-size=4")
+    described = await service.stub.Describe(pb.DescribeRequest())
+    assert list(described.features) == ["prefix_caching"]
+    assert (described.prefix_caching_hash_algo, described.cache_version) == ("sha256", "oracle float32 auto")
+    old = await service.scheduler(1)
+    await old.send({1: 64}, [admission(1, [5] * 9)])
+    first = await old.result()
+    assert (len(first.stored), list(first.num_cached), list(first.stored_parents)) == (2, [], [0, first.stored[0]])
+    await old.goodbye()
+    await old.ended()
+    new = FakeScheduler(service.stub, 2)
+    welcome = await new.hello()
+    assert (welcome.stored, welcome.stored_parents) == (first.stored, first.stored_parents)
+    await new.send({1: 1}, [admission(1, [5] * 9)])
+    second = await new.result()
+    assert (list(second.num_cached), list(second.num_computed), second.token_ids) == ([8], [1], first.token_ids)
+    assert not second.stored
+
+
+async def test_prefix_caching_can_be_turned_off(start: Start) -> None:
+    service = await start(OracleRunner(), "--block-size=4", "--no-enable-prefix-caching")
+    described = await service.stub.Describe(pb.DescribeRequest())
+    assert (list(described.features), described.prefix_caching_hash_algo, described.cache_version) == ([], "", "")
+    scheduler = await service.scheduler(1)
+    for sequence_id in (1, 2):
+        await scheduler.send({sequence_id: 64}, [admission(sequence_id, [5] * 9)])
+        result = await scheduler.result()
+        assert (list(result.num_cached), list(result.stored), result.blocks.cached) == ([], [], 0)
 
 
 async def test_c43_a_failing_sequence_is_named_and_the_stream_goes_on(start: Start) -> None:
@@ -175,9 +206,7 @@ async def test_an_engine_whose_books_are_wrong_serves_no_more(start: Start, monk
 # ---- who drives ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_c05_a_higher_epoch_waits_for_the_step_in_progress_and_finds_every_block_free(
-    start: Start, held: OracleRunner
-) -> None:
+async def test_c05_a_higher_epoch_waits_for_the_step_in_progress_and_finds_no_block_held(start: Start, held: OracleRunner) -> None:
     service = await start(held, "--num-gpu-blocks-override=8", "--block-size=4")
     old = await service.scheduler(3)
     await old.send({1: 9}, [admission(1, [1] * 9)])
@@ -189,7 +218,7 @@ async def test_c05_a_higher_epoch_waits_for_the_step_in_progress_and_finds_every
     assert (code, detail) == (Code.ABORTED, "a scheduler with epoch 4 has taken over")
     assert not welcome.done()
     open_gate(held)
-    assert (await welcome) == pb.Welcome(epoch=4, blocks=pb.Blocks(free=8))
+    assert ((await welcome).epoch, (await welcome).blocks) == (4, pb.Blocks(free=6, cached=2))
     # The old epoch's second plan was never carried out, and its sequence is unknown.
     assert held.num_steps == 1
     await new.send({1: 1})

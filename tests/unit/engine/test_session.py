@@ -11,7 +11,7 @@ import pytest
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.engine_thread import EngineThread
-from tokenmill_executor.records import Blocks
+from tokenmill_executor.records import Blocks, Standing
 from tokenmill_executor.session import Context, Session
 from tokenmill_executor.wire import PlanLimits
 
@@ -61,7 +61,7 @@ async def thread() -> AsyncIterator[EngineThread]:
 
 def begin(thread: EngineThread, stream: Stream) -> tuple[Session, asyncio.Task[object]]:
     session = Session(1, thread, PlanLimits(8, 64), pipeline_depth=2, heartbeat_interval_s=60.0)
-    serving = session.serve(stream.read(), cast(Context, stream), Blocks(16, 0, 0))
+    serving = session.serve(stream.read(), cast(Context, stream), Standing(Blocks(16, 0, 0)))
     return session, asyncio.create_task(serving)
 
 

@@ -22,6 +22,16 @@ def test_defaults() -> None:
     assert settings.kv_cache_memory_bytes is None
 
 
+def test_prefix_caching_is_on_unless_a_flag_or_the_environment_says_otherwise() -> None:
+    name = "TOKENMILL_ENABLE_PREFIX_CACHING"
+    assert parse_settings(["--model=simulated"], {}).enable_prefix_caching
+    assert not parse_settings(["--model=simulated"], {name: "false"}).enable_prefix_caching
+    assert parse_settings(["--model=simulated", "--enable-prefix-caching"], {name: "0"}).enable_prefix_caching
+    assert not parse_settings(["--model=simulated", "--no-enable-prefix-caching"], {name: "TRUE"}).enable_prefix_caching
+    with pytest.raises(SettingsError, match="TOKENMILL_ENABLE_PREFIX_CACHING is 'perhaps': say true or false"):
+        parse_settings(["--model=simulated"], {name: "perhaps"})
+
+
 def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
     environ = {"TOKENMILL_MODEL": "simulated", "TOKENMILL_MAX_NUM_SEQS": "7", "TOKENMILL_SIMULATED_STEP_MS": "2.5"}
     settings = parse_settings(["--max-num-seqs", "9"], environ)
