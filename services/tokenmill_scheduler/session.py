@@ -145,7 +145,10 @@ class Session:
 
 def describe_error(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        details = error.details() or ""
+        hangs_up = "failed to connect" in details and "Socket closed" in details
+        hint = " (does it want TLS, or another certificate? see --executor-tls-ca)" if hangs_up else ""
+        return f"{error.code().name}: {details}{hint}"
     return str(error) or type(error).__name__
 
 
