@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 
+from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.port import LedgerError
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.logs import configure_logs
@@ -19,19 +20,26 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = settings_from_process(argv)
         configure_logs(settings.log_format, settings.log_level)
-        with closing(_open(settings)) as ledger, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with _open(settings) as ledger, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(serve(settings, ledger))
     except SettingsError as error:
         print(f"tokenmill_scheduler: {error}", file=sys.stderr)
         return 2
 
 
-def _open(settings: Settings) -> SqlLedger:
+@contextmanager
+def _open(settings: Settings) -> Iterator[SqlLedger]:
     """Raises SettingsError."""
-    try:
-        return open_ledger(settings.database, durable=settings.durability == "power")
-    except (LedgerError, ValueError) as error:
-        raise SettingsError(f"--database cannot be used: {error}") from error
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(database_lock(settings.database))
+            # A transaction that stands still has ended by the time that the lease has run out.
+            ledger = open_ledger(
+                settings.database, durable=settings.durability == "power", stall_timeout_s=settings.lease_time_s
+            )
+        except (LedgerError, ValueError) as error:
+            raise SettingsError(f"--database cannot be used: {error}") from error
+        yield stack.enter_context(closing(ledger))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -10,7 +10,15 @@ from typing import Protocol, Self
 
 from tokenmill_scheduler.core.records import Blocks, TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Request, State
-from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery, StoredOutput, StoredRequest, StoredTransition
+from tokenmill_scheduler.ledger.port import (
+    ActionPage,
+    ActionQuery,
+    RequestPage,
+    RequestQuery,
+    StoredOutput,
+    StoredRequest,
+    StoredTransition,
+)
 from tokenmill_scheduler.text.model import TextModel
 
 
@@ -56,6 +64,14 @@ class Unavailable(DeskError):
 
 class IndexAhead(DeskError):
     """Attach at an index beyond the tokens produced so far (OUT_OF_RANGE)."""
+
+
+class UnknownExecutor(DeskError):
+    """No executor of this name has joined (NOT_FOUND)."""
+
+
+class RequestNotFailed(DeskError):
+    """Only a FAILED request can be tried again (FAILED_PRECONDITION)."""
 
 
 class RequestEnded(DeskError):
@@ -150,11 +166,15 @@ class ExecutorStatus:
     steps: int
     idle_share: float
     joined_s: float | None
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Counters since the scheduler started, gauges as they stand. Field meanings: `tokenmill.admin.v1.GetLoadResponse`."""
+    """Counters since the scheduler started, gauges as they stand. Field meanings: `tokenmill.admin.v1.GetLoadResponse`.
+
+    `queue_paused` says by whom and why it is, empty when it is not.
+    """
 
     num_requests_running: int
     num_requests_waiting: int
@@ -171,6 +191,7 @@ class Load:
     ledger_backlog: int
     batching: str
     policy: str
+    queue_paused: str = ""
 
 
 class Desk(Protocol):
@@ -185,11 +206,19 @@ class Desk(Protocol):
     async def attach(self, request_id: str, next_index: int) -> Attachment:
         """Raises UnknownRequest, IndexAhead."""
 
-    async def cancel(self, request_id: str, reason: str) -> Cancellation:
-        """Returns once it is durable. Raises UnknownRequest."""
+    async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
+        """Returns once it is durable. `actor` is the operator who does it, empty for the client. Raises UnknownRequest."""
 
-    async def update(self, request_id: str, priority: int | None, deadline_s: float | None) -> RequestStatus:
+    async def update(
+        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str, actor: str
+    ) -> RequestStatus:
         """Returns once it is durable. Raises UnknownRequest, RequestEnded."""
+
+    async def retry(self, request_id: str, new_request_id: str, reason: str, actor: str) -> None:
+        """Submits a FAILED request again under a new id; it runs detached. Returns once it is durable.
+
+        Raises UnknownRequest, RequestNotFailed, QueueFull, Unavailable.
+        """
 
     async def status(self, request_id: str) -> RequestStatus:
         """Raises UnknownRequest."""
@@ -203,8 +232,28 @@ class Desk(Protocol):
     async def query(self, query: RequestQuery) -> RequestPage:
         """Raises ValueError when the page token is not one it gave."""
 
-    def wait_reason(self, request_id: str) -> str: ...
+    def wait_reason(self, stored: StoredRequest) -> str:
+        """Why a request waits, in a few words; empty if it does not wait."""
 
     def executors(self) -> tuple[ExecutorStatus, ...]: ...
 
     def load(self) -> Load: ...
+
+
+class OperatorDesk(Protocol):
+    """What operators hold back, and the record of what they did. Changes return once they are durable; all may raise Unavailable."""
+
+    async def pause_queue(self, actor: str, reason: str) -> bool:
+        """False when it was paused already."""
+
+    async def resume_queue(self, actor: str, reason: str) -> bool:
+        """False when it was not paused."""
+
+    async def drain_executor(self, name: str, actor: str, reason: str) -> ExecutorStatus:
+        """Raises UnknownExecutor."""
+
+    async def undrain_executor(self, name: str, actor: str, reason: str) -> ExecutorStatus:
+        """Raises UnknownExecutor."""
+
+    async def actions(self, query: ActionQuery) -> ActionPage:
+        """Raises ValueError when the page token is not one it gave."""

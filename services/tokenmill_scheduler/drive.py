@@ -39,8 +39,8 @@ class Drive:
         self.pacer.answered(result.times, now_s)
         self.blocks = result.blocks
 
-    def status(self, running: int, now_s: float) -> ExecutorStatus:
-        """`running`: sequences it has, which only the core knows."""
+    def status(self, running: int, draining: bool, now_s: float) -> ExecutorStatus:
+        """`running`: sequences it has, which only the core knows; `draining`: it is drained, or will be once it has none."""
         return ExecutorStatus(
             name=self.name,
             address=self.link.address,
@@ -54,4 +54,5 @@ class Drive:
             steps=self.pacer.steps,
             idle_share=self.pacer.idle_share(now_s),
             joined_s=self.joined_s if self.connected else None,
+            draining=draining,
         )

@@ -1,4 +1,4 @@
-"""The executors this scheduler was told of: one link each, and what their joining and leaving means for the loop and the models.
+"""The executors this scheduler was told of or has inherited: one link each, and what it means when they come and go.
 
 Must not know: requests, protobuf.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 
 from tokenmill_scheduler.core.records import Blocks, Result
 from tokenmill_scheduler.drive import Drive
-from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable
 from tokenmill_scheduler.link import ExecutorLink, Refused
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
@@ -38,7 +39,8 @@ class Executors:
         changed: Callable[[], None],
         tls: ClientTls | None = None,
     ) -> None:
-        self.links = [ExecutorLink(address, self, limits, max_message_bytes, tls) for address in addresses]
+        self._open_link = partial(ExecutorLink, owner=self, limits=limits, max_message_bytes=max_message_bytes, tls=tls)
+        self.links = [self._open_link(address) for address in addresses]
         self._loop = loop
         self._models = models
         self._ledger = ledger
@@ -46,23 +48,41 @@ class Executors:
         self._claims: dict[str, ExecutorLink] = {}
         self._drives: dict[ExecutorLink, Drive] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._lease: Lease
         self._log = structlog.get_logger(__name__)
 
-    def start(self) -> None:
+    def start(self, lease: Lease) -> None:
+        """Drives them under this lease."""
+        self._lease = lease
         for link in self.links:
-            task = asyncio.create_task(link.run())
-            task.add_done_callback(self._link_ended)
-            self._tasks.append(task)
+            self._run(link)
+
+    def inherit(self, addresses: Sequence[str]) -> None:
+        """Drives the executors of a fallen scheduler too, until one that was told of them is there."""
+        by_address = {link.address: link for link in self.links}
+        for address in addresses:
+            if address in by_address:
+                by_address[address].hurry()
+            else:
+                link = self._open_link(address, inherited=True)
+                self.links.append(link)
+                self._run(link)
+
+    def _run(self, link: ExecutorLink) -> None:
+        task = asyncio.create_task(link.run())
+        task.add_done_callback(partial(self._link_ended, link))
+        self._tasks.append(task)
 
     async def leave(self, timeout_s: float) -> None:
         """Says goodbye to every executor, and ends the links that take longer than this."""
+        tasks = list(self._tasks)
         for link in self.links:
             link.leave()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-        for task in self._tasks:
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def any_connected(self) -> bool:
@@ -82,8 +102,9 @@ class Executors:
     def unclaim(self, link: ExecutorLink) -> None:
         self._claims = {name: holder for name, holder in self._claims.items() if holder is not link}
 
-    async def next_epoch(self, name: str, at_least: int) -> int:
-        return await asyncio.to_thread(self._ledger.next_epoch, name, at_least)
+    async def next_epoch(self, link: ExecutorLink, name: str, at_least: int) -> int:
+        claim = partial(self._ledger.claim_executor, inherited=link.inherited, at_least=at_least)
+        return await asyncio.to_thread(claim, self._lease, name, link.address)
 
     def knows_tokenizer(self, digest: str) -> bool:
         return self._models.knows_tokenizer(digest)
@@ -121,14 +142,19 @@ class Executors:
         self._loop.lost(drive, reason)
         self._changed()
 
-    def fenced(self, link: ExecutorLink, reason: str) -> None:
-        """Its requests are the other scheduler's now, so this one must not go on writing: the process ends."""
-        drive = self._drives.pop(link)
-        drive.connected = False
-        self._models.lost(drive.name)
-        self._changed()
-        self._loop.fail(Fenced(f"another scheduler drives executor {drive.name}: {reason}"))
+    async def fenced(self, name: str, reason: str) -> bool:
+        """One of the same database has it by right. Where the ledger says it is ours, one of another database has taken it."""
+        try:
+            is_ours = await asyncio.to_thread(self._ledger.has_executor, self._lease, name)
+        except LedgerUnavailable:
+            # The next attempt to claim it will tell.
+            return False
+        if is_ours:
+            self._loop.fail(Fenced(f"a scheduler of another database drives executor {name}: {reason}"))
+        return is_ours
 
-    def _link_ended(self, task: asyncio.Task[None]) -> None:
+    def _link_ended(self, link: ExecutorLink, task: asyncio.Task[None]) -> None:
+        self.links.remove(link)
+        self._tasks.remove(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._loop.fail(error)

@@ -6,6 +6,7 @@ Must not know: the core, requests, SQL. What it learns goes to its `LinkOwner`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from tokenmill.executor.v1 import executor_pb2_grpc as pb_grpc
 
 from tokenmill_scheduler import wire
 from tokenmill_scheduler.core.records import Blocks, Plan, Result
-from tokenmill_scheduler.ledger.port import LedgerError
+from tokenmill_scheduler.ledger.port import ExecutorTaken, LedgerError
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost, describe_error
 from tokenmill_scheduler.settings import ClientTls, SettingsError
 from tokenmill_scheduler.tls import channel_credentials
@@ -39,7 +40,8 @@ class LinkOwner(Protocol):
 
     def unclaim(self, link: ExecutorLink) -> None: ...
 
-    async def next_epoch(self, name: str, at_least: int) -> int: ...
+    async def next_epoch(self, link: ExecutorLink, name: str, at_least: int) -> int:
+        """The executor is this scheduler's from here on. Raises ExecutorTaken where it is another's."""
 
     def knows_tokenizer(self, digest: str) -> bool: ...
 
@@ -51,10 +53,10 @@ class LinkOwner(Protocol):
     def answered(self, link: ExecutorLink, result: Result) -> None: ...
 
     def lost(self, link: ExecutorLink, reason: str) -> None:
-        """Called once for each `joined`, unless fenced."""
+        """Called once for each `joined`."""
 
-    def fenced(self, link: ExecutorLink, reason: str) -> None:
-        """Another scheduler drives this executor now; the link has given up."""
+    async def fenced(self, name: str, reason: str) -> bool:
+        """Another scheduler drives this executor now. True if it must not be taken back."""
 
 
 class Backoff:
@@ -74,35 +76,60 @@ class Backoff:
 
 class ExecutorLink:
     def __init__(
-        self, address: str, owner: LinkOwner, limits: SessionLimits, max_message_bytes: int, tls: ClientTls | None = None
+        self,
+        address: str,
+        owner: LinkOwner,
+        limits: SessionLimits,
+        max_message_bytes: int,
+        tls: ClientTls | None = None,
+        inherited: bool = False,
     ) -> None:
+        """An `inherited` executor is driven until a scheduler that was told of it does so."""
         self.address = address
+        self.inherited = inherited
         self._owner = owner
         self._limits = limits
         self._options = channel_options(max_message_bytes)
         self._tls = tls
         self._backoff = Backoff(random.Random())
         self._session: Session | None = None
+        self._hurried = asyncio.Event()
         self.leaving = False
         self._log = structlog.get_logger(__name__).bind(address=address)
 
     async def run(self) -> None:
-        """Keeps the executor driven until `leave`, or until another scheduler takes it."""
+        """Keeps the executor driven until `leave`; an inherited one until another scheduler takes it."""
         last_trouble = ""
         while not self.leaving:
             try:
                 await self._drive()
                 last_trouble = ""
-            except Fenced as fence:
-                self._owner.fenced(self, str(fence))
+            except Fenced:
                 return
+            except ExecutorTaken as taken:
+                if self.inherited:
+                    self._log.info("executor given back", reason=str(taken))
+                    return
+                # To stand by for another scheduler is no trouble.
+                log = self._log.debug if str(taken) == last_trouble else self._log.info
+                last_trouble = str(taken)
+                log("standing by", reason=last_trouble)
             except (SessionLost, Refused, LedgerError, wire.ProtocolError) as trouble:
                 # The same trouble again is worth no new warning.
                 log = self._log.debug if str(trouble) == last_trouble else self._log.warning
                 last_trouble = str(trouble)
                 log("executor not driven", reason=last_trouble)
             if not self.leaving:
-                await asyncio.sleep(self._backoff.next_s())
+                await self._pause(self._backoff.next_s())
+
+    def hurry(self) -> None:
+        """The executor can be driven from now on: no waiting for the next attempt."""
+        self._hurried.set()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurried.wait(), seconds)
+        self._hurried.clear()
 
     def send(self, plan: Plan) -> None:
         """Returns at once. A plan sent when the session is over is lost with it."""
@@ -131,7 +158,7 @@ class ExecutorLink:
                 await self._learn_tokenizer(stub, facts.tokenizer_digest)
             except (grpc.aio.AioRpcError, ValueError) as error:
                 raise SessionLost(describe_error(error)) from None
-            epoch = await self._owner.next_epoch(facts.description.name, facts.epoch + 1)
+            epoch = await self._owner.next_epoch(self, facts.description.name, facts.epoch + 1)
             session = Session(stub, epoch, self._limits)
             blocks = await session.greet()
             await self._serve(session, facts, blocks)
@@ -162,13 +189,13 @@ class ExecutorLink:
         except SessionLost as lost:
             reason = str(lost)
             raise
-        except Fenced:
-            reason = ""
-            raise
+        except Fenced as fence:
+            reason = str(fence)
+            if await self._owner.fenced(facts.description.name, reason):
+                raise
         finally:
             self._session = None
-            if reason:
-                self._owner.lost(self, reason)
+            self._owner.lost(self, reason)
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

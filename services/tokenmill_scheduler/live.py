@@ -21,13 +21,17 @@ from tokenmill_scheduler.text.model import TextStream
 
 @dataclass(slots=True)
 class LiveRequest:
-    """`text` watches for stop strings; it has been fed the first `text_fed` tokens of `feed`."""
+    """`text` watches for stop strings; it has been fed the first `text_fed` tokens of `feed`.
+
+    `read_elsewhere`: clients of another scheduler read it, as far as that one has said.
+    """
 
     request: Request
     state: State
     feed: Feed
     text: TextStream | None = None
     text_fed: int = 0
+    read_elsewhere: bool = False
 
 
 class LiveRequests:
@@ -36,6 +40,8 @@ class LiveRequests:
         # Requests that need a reader and have had none, by since when (Unix seconds), oldest first.
         self._orphans: dict[str, float] = {}
         self.with_stop_strings = 0
+        # Those that need a reader and have one.
+        self.attended: dict[str, LiveRequest] = {}
         self.tenants = TenantUsage()
 
     def __len__(self) -> int:
@@ -77,15 +83,42 @@ class LiveRequests:
 
     def reader_came(self, request_id: str) -> None:
         self._orphans.pop(request_id, None)
+        live = self._by_id.get(request_id)
+        if live is not None and not live.request.detached and live.state not in TERMINAL:
+            self.attended[request_id] = live
 
-    def reader_left(self, request_id: str) -> bool:
+    def reader_left(self, request_id: str, now_s: float) -> bool:
         """True if the request needs a reader to go on and this was its last. One that has ended is then forgotten."""
         live = self._by_id.get(request_id)
         if live is None or live.feed.readers:
             return False
+        self.attended.pop(request_id, None)
         if live.feed.ended is not None:
             del self._by_id[request_id]
-        return live.state not in TERMINAL and not live.request.detached
+        if not _needs_reader(live):
+            return False
+        if live.read_elsewhere:
+            self._orphans[request_id] = now_s
+        return not live.read_elsewhere
+
+    def read_elsewhere(self, request_id: str, now_s: float) -> None:
+        """Clients of another scheduler read it: its grace begins anew."""
+        live = self._by_id.get(request_id)
+        if live is None or not _needs_reader(live):
+            return
+        live.read_elsewhere = True
+        if not live.feed.readers:
+            # Oldest first: to the end.
+            self._orphans.pop(request_id, None)
+            self._orphans[request_id] = now_s
+
+    def left_elsewhere(self, request_id: str) -> bool:
+        """True if the request needs a reader to go on and now has none."""
+        live = self._by_id.get(request_id)
+        if live is None:
+            return False
+        live.read_elsewhere = False
+        return _needs_reader(live) and not live.feed.readers
 
     def orphans_since(self, before_s: float) -> list[str]:
         """Requests that have had no reader, though they need one, since before this time."""
@@ -103,6 +136,7 @@ class LiveRequests:
             self.with_stop_strings -= bool(live.request.stop)
             live.text = None
             self._orphans.pop(record.request_id, None)
+            self.attended.pop(record.request_id, None)
 
     def _generated(self, record: TokensGenerated) -> None:
         at = 0
@@ -117,6 +151,10 @@ class LiveRequests:
         feed.end(Ended(record.after, record.finish_reason, feed.committed, record.error, record.error_code))
         if not feed.readers:
             del self._by_id[record.request_id]
+
+
+def _needs_reader(live: LiveRequest) -> bool:
+    return live.state not in TERMINAL and not live.request.detached
 
 
 def _updated(request: Request, priority: int | None, deadline_s: float | None) -> Request:

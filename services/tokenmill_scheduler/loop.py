@@ -26,7 +26,8 @@ from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import ExecutorStatus, Load
 from tokenmill_scheduler.drive import Drive
-from tokenmill_scheduler.ledger.port import LedgerUnavailable, Outcome, Record, StoredOutput, Submission
+from tokenmill_scheduler.idle import IdleClients
+from tokenmill_scheduler.ledger.port import Action, LedgerUnavailable, Outcome, Record, StoredOutput, Submission
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
 from tokenmill_scheduler.pacing import StepShape
 from tokenmill_scheduler.stops import StopStrings
@@ -55,8 +56,8 @@ class RecordWriter(Protocol):
     def append(self, records: Sequence[Record], on_durable: Callable[[list[Outcome]], None] | None = None) -> None:
         """In order; `on_durable` is called once they are durable."""
 
-    async def submit(self, submission: Submission) -> Outcome:
-        """Returns once it is durable. Raises LedgerUnavailable, with nothing written."""
+    async def submit(self, submission: Submission, *beside: Record) -> Outcome:
+        """Returns once it is durable, and `beside` with it. Raises LedgerUnavailable, with nothing written."""
 
 
 class UnixClock:
@@ -77,6 +78,7 @@ class Loop:
         writer: RecordWriter,
         text_model: Callable[[str], TextModel],
         orphan_grace_s: float,
+        idle_clients: IdleClients | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`text_model` gives the text side of a model by name; a result of that model only comes once it is known."""
@@ -89,6 +91,7 @@ class Loop:
         self._writer = writer
         self._stop_strings = StopStrings(self.live, scheduler.owner, text_model)
         self._orphan_grace_s = orphan_grace_s
+        self._idle_clients = idle_clients or IdleClients(0.0)
         self._planning = True
         self._served_since_s: float | None = None
         self._pump_handle: asyncio.Handle | None = None
@@ -105,16 +108,27 @@ class Loop:
         self.live.add(LiveRequest(request, State.WAITING, Feed()), self.clock())
         self.handle(core.Submitted(request))
 
-    def resume(self, request: Request, state: State, output: StoredOutput) -> None:
-        """Takes up a request of an earlier process from its stored tokens."""
-        feed = Feed(output.token_ids, output.logprobs)
+    def resume(self, request: Request, state: State, output: StoredOutput, feed: Feed | None = None) -> None:
+        """Takes up a request of another process from its stored tokens. `feed`: one that readers here have followed it by."""
+        feed = feed or Feed()
+        feed.append(output.token_ids[len(feed.tokens) :], output.logprobs[len(feed.logprobs) :])
+        feed.commit(len(feed.tokens))
         self.live.add(LiveRequest(request, state, feed), self.clock())
+        if feed.readers:
+            self.live.reader_came(request.request_id)
         self.handle(core.Submitted(request, output.token_ids, state))
 
-    def handle(self, event: Event) -> None:
-        """One event through the core; its effects are under way on return, and a plan that they make possible is soon asked for."""
-        self._apply(event)
+    def handle(self, event: Event, *actions: Action) -> None:
+        """One event through the core; its effects are under way on return, and a plan that they make possible is soon asked for.
+
+        `actions` become durable together with what the event leads to.
+        """
+        self._apply(event, actions)
         self._pump_soon()
+
+    def record(self, action: Action) -> None:
+        """Of what the core knows nothing about."""
+        self._record([action])
 
     async def durable(self) -> None:
         """Returns once all that has happened so far is durable."""
@@ -167,11 +181,12 @@ class Loop:
             ledger_backlog=self._writer.backlog,
             batching=scheduler.config.batching,
             policy=scheduler.config.policy,
+            queue_paused=scheduler.paused,
         )
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
         """In the order they first joined, lost ones among them."""
-        return tuple(self.drives[view.name].status(view.running, _now()) for view in self._scheduler.executors())
+        return tuple(self.drives[view.name].status(view.running, view.drained, _now()) for view in self._scheduler.executors())
 
     @property
     def num_waiting(self) -> int:
@@ -185,6 +200,8 @@ class Loop:
             self.ticked_s = self.clock()
             for request_id in self._orphans():
                 self.handle(core.Cancelled(request_id, "its client did not come back"))
+            for request_id in self._idle_clients.find(self.live.attended, self.ticked_s) if self._planning else ():
+                self.handle(core.Expired(request_id, self._idle_clients.reason))
             await asyncio.sleep(TICK_S)
 
     def _orphans(self) -> list[str]:
@@ -209,7 +226,7 @@ class Loop:
 
     # ---- carrying out ----------------------------------------------------------------------------------------------------------
 
-    def _apply(self, event: Event) -> bool:
+    def _apply(self, event: Event, actions: Sequence[Action] = ()) -> bool:
         """True if a plan was issued. Does nothing once the loop has failed."""
         if self.failure.done():
             return False
@@ -218,8 +235,8 @@ class Loop:
             plans = [effect for effect in effects if isinstance(effect, PlanIssued)]
             for issued in plans:
                 self._send(issued)
-            if len(plans) < len(effects):
-                self._record([effect for effect in effects if not isinstance(effect, PlanIssued)])
+            if len(plans) < len(effects) or actions:
+                self._record([*(effect for effect in effects if not isinstance(effect, PlanIssued)), *actions])
         except Exception as error:
             self.fail(error)
             raise
@@ -250,7 +267,8 @@ class Loop:
     def _log_moves(self, records: Sequence[Record]) -> None:
         for record in records:
             if isinstance(record, Transitioned) and (record.after in TERMINAL or record.after is State.PREEMPTED):
-                self._log.info(
+                log = self._log.warning if record.after is State.FAILED else self._log.info
+                log(
                     f"request {record.after}",
                     request_id=record.request_id,
                     reason=record.error or record.reason or record.finish_reason,

@@ -1,24 +1,27 @@
-"""On start: every request that had not ended is taken up again, from its prompt and its stored tokens."""
+"""Requests that earlier processes have left unfinished are taken up again, from their prompts and their stored tokens."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable, Sequence
 
 import structlog
 
-from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.port import StoredOutput, StoredRequest
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.streams import Feed
 
 log = structlog.get_logger(__name__)
 
 
-async def recover(ledger: Ledger, loop: Loop) -> int:
-    """How many there were. They are queued before anything new, in their order of arrival."""
-    unfinished = await asyncio.to_thread(lambda: list(ledger.unfinished()))
+def take_up(
+    loop: Loop,
+    unfinished: Sequence[tuple[StoredRequest, StoredOutput]],
+    hand_over: Callable[[str], Feed | None] = lambda request_id: None,
+) -> None:
+    """Queues them in this order. `hand_over` gives the feed of a request that clients here have followed at its last scheduler."""
     for stored, output in unfinished:
-        loop.resume(stored.request, stored.state, output)
+        loop.resume(stored.request, stored.state, output, hand_over(stored.request.request_id))
     if unfinished:
         tokens = sum(len(output.token_ids) for _, output in unfinished)
         detached = sum(stored.request.detached for stored, _ in unfinished)
         log.info("requests taken up again", requests=len(unfinished), detached=detached, stored_tokens=tokens)
-    return len(unfinished)

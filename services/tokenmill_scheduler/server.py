@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+import socket
 import time
 
 import grpc
@@ -24,18 +25,22 @@ from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors
 from tokenmill_scheduler.health import ALIVE_WITHIN_S, LIVENESS, Health
+from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.intake import Intake
-from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.lease import LeaseKeeper, take_lease
+from tokenmill_scheduler.ledger.port import Estate, Lease, LeaseLost, Ledger, LedgerUnavailable
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
-from tokenmill_scheduler.recovery import recover
+from tokenmill_scheduler.operators import Operators
+from tokenmill_scheduler.recovery import take_up
+from tokenmill_scheduler.retention import prune_for_ever
 from tokenmill_scheduler.service import RETRY_DELAY_S, Service
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.auth import AuthInterceptor
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
-from tokenmill_scheduler.session import SessionLimits
+from tokenmill_scheduler.session import Fenced, SessionLimits
 from tokenmill_scheduler.settings import Settings, SettingsError
 from tokenmill_scheduler.tls import channel_credentials, server_credentials
 
@@ -66,7 +71,11 @@ class SchedulerServer:
         self._writer = LedgerWriter(ledger, self._ledger_failed)
         self._models = Models()
         self.loop = Loop(
-            Scheduler(settings.scheduler), self._writer, lambda model: self._models.find(model).text, settings.reattach_grace_s
+            Scheduler(settings.scheduler),
+            self._writer,
+            lambda model: self._models.find(model).text,
+            settings.reattach_grace_s,
+            IdleClients(settings.idle_client_timeout_s),
         )
         self._health = Health(SERVICES, self._not_ready, self._not_alive)
         self.executors = Executors(
@@ -79,7 +88,18 @@ class SchedulerServer:
             self._health.changed,
             settings.executor_tls,
         )
-        self.service = Service(settings.max_queue_len, self.loop, self._models, ledger, self._writer, self.access.limits)
+        self.service = Service(
+            settings.max_queue_len,
+            self.loop,
+            self._models,
+            ledger,
+            self._writer,
+            self.access.limits,
+            announce_s=settings.reattach_grace_s / 3,
+        )
+        self._lease: Lease | None = None
+        self._keeper: LeaseKeeper | None = None
+        self.operators = Operators(self.loop, ledger, self.service.check_open)
         self._stopping = False
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
@@ -89,12 +109,18 @@ class SchedulerServer:
         """Raises SettingsError when the address cannot be had."""
         self.address = bound_address(self._settings.listen, self._bind())
         self._warn_of_open_doors()
-        self._writer.start()
-        await recover(self._ledger, self.loop)
-        watches = (self.loop.tick(), self._health.watch(), self.access.watch())
+        estate = await self._take_lease()
+        await self.operators.refresh()
+        take_up(self.loop, estate.requests)
+        watches = [self.loop.tick(), self._health.watch(), self.access.watch(), self.operators.watch()]
+        if self._settings.retention_s:
+            watches.append(prune_for_ever(self._ledger, self._settings.retention_s, self.loop.clock))
         self._tasks = [asyncio.create_task(watch) for watch in watches]
         await self._server.start()
-        self.executors.start()
+        assert self._lease is not None
+        self.executors.start(self._lease)
+        if not self._settings.is_alone:
+            self._live_with_others(self._lease, estate)
 
     async def stop(self) -> None:
         """Plans that are out come back and are made durable; streams are told to attach again; requests stay in the ledger.
@@ -112,11 +138,56 @@ class SchedulerServer:
         await self.executors.leave(LAST_WORDS_S)
         if not await self._writer.close(max(until_s - time.monotonic(), LAST_WORDS_S)):
             log.error("not all could be written; it will be computed again", backlog=self._writer.backlog)
-        self.loop.live.close_streams(Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S))
+        await self._give_up_lease()
+        self.service.close_streams(Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S))
         await self._server.stop(LAST_WORDS_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- among other schedulers ------------------------------------------------------------------------------------------------
+
+    async def _take_lease(self) -> Estate:
+        """From here on this scheduler may write. Returns what an earlier process has left."""
+        settings = self._settings
+        name = settings.scheduler_name or f"{socket.gethostname()} {self.address}"
+        lease, estate = await asyncio.to_thread(take_lease, self._ledger, name, settings.lease_time_s, alone=settings.is_alone)
+        self._lease = lease
+        self._writer.start(lease)
+        self.service.open(lease)
+        log.info("lease taken", scheduler=name, lease=lease.number)
+        return estate
+
+    def _live_with_others(self, lease: Lease, estate: Estate) -> None:
+        """Keeps the lease, takes over from those who fall, and has and answers questions about each other's requests."""
+        self.executors.inherit([address for _, address in estate.executors])
+        self._keeper = keeper = LeaseKeeper(self._ledger, lease, self._settings.lease_time_s, lambda: not self._not_alive())
+        keeper.start(self._inherit, self.loop.fail)
+        relay, obey = self.service.relay, self.service.obey
+        for work in (self.service.followers.run(), relay.send(), relay.listen(lease, lambda: bool(keeper.peers), obey)):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._work_ended)
+            self._tasks.append(task)
+
+    def _inherit(self, estate: Estate) -> None:
+        # One that stops leaves it to the next, with its own.
+        if not self._stopping and not self.loop.failure.done():
+            take_up(self.loop, estate.requests, self.service.followers.hand_over)
+            self.executors.inherit([address for _, address in estate.executors])
+
+    async def _give_up_lease(self) -> None:
+        """Whoever is there may take over at once."""
+        if self._keeper is not None:
+            await self._keeper.stop(LAST_WORDS_S)
+        if self._lease is not None:
+            with contextlib.suppress(LedgerUnavailable):
+                await asyncio.to_thread(self._ledger.give_up_lease, self._lease)
+
+    def _work_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.loop.fail(error)
+
+    # ----------------------------------------------------------------------------------------------------------------------------
 
     def _bind(self) -> int:
         listen, credentials = self._settings.listen, self._credentials
@@ -168,7 +239,7 @@ class SchedulerServer:
         )
         intake = Intake(self.service, max_prompt_tokens=self._settings.max_prompt_tokens)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.service, intake), server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.service), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.service, self.operators), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
@@ -189,7 +260,9 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     server.loop.failure.add_done_callback(lambda _: told_to_stop.set())
     await told_to_stop.wait()
     error = server.loop.failure.exception() if server.loop.failure.done() else None
-    if error is not None:
+    if isinstance(error, LeaseLost | Fenced):
+        log.critical("fenced", reason=str(error))
+    elif error is not None:
         log.critical("the loop failed; requests are in the ledger", exc_info=error)
     log.info("stopping")
     await server.stop()

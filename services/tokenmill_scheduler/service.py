@@ -7,22 +7,23 @@ Must not know: protobuf, SQL, the plan protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
 from tokenmill_scheduler.core import records as core
-from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request
+from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.desk import (
     Attachment,
     Cancellation,
-    Ended,
     ExecutorStatus,
     Load,
     QueueFull,
     RequestEnded,
     RequestExists,
+    RequestNotFailed,
     RequestStatus,
     ServedModel,
     Submitted,
@@ -30,8 +31,15 @@ from tokenmill_scheduler.desk import (
     Unavailable,
     UnknownRequest,
 )
+from tokenmill_scheduler.followers import Followers, ended
 from tokenmill_scheduler.ledger.port import (
+    Action,
+    ActionVerb,
+    Command,
+    Lease,
+    LeaseLost,
     Ledger,
+    LedgerConflict,
     LedgerUnavailable,
     Outcome,
     RequestPage,
@@ -40,15 +48,18 @@ from tokenmill_scheduler.ledger.port import (
     StoredRequest,
     StoredTransition,
     Submission,
+    Verb,
 )
 from tokenmill_scheduler.live import LiveRequest
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.models import Models
+from tokenmill_scheduler.relay import Relay
 from tokenmill_scheduler.streams import Feed, FeedReader, check_index
 from tokenmill_scheduler.tenants import TenantLimits, num_tokens
 
 T = TypeVar("T")
 RETRY_DELAY_S = 1.0
+ANNOUNCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +81,9 @@ class Service:
         ledger: Ledger,
         writer: RecordWriter,
         tenant_limits: Callable[[str], TenantLimits] = lambda tenant: TenantLimits(),
+        announce_s: float = ANNOUNCE_S,
     ) -> None:
-        """`tenant_limits` gives those of a tenant as they are now."""
+        """`tenant_limits` gives those of a tenant as they are now. For `announce_s` see `Followers`."""
         self._max_queue_len = max_queue_len
         self._loop = loop
         self._models = models
@@ -80,10 +92,29 @@ class Service:
         self._tenant_limits = tenant_limits
         self._arriving: dict[str, _Arrival] = {}
         self._closed = False
+        # Of this scheduler's lease: which requests are its own.
+        self._lease: int | None = None
+        self.relay = Relay(ledger)
+        self.followers = Followers(ledger, self.relay.tell, announce_s)
+
+    def open(self, lease: Lease) -> None:
+        """Requests of this lease are this scheduler's, others are changed and followed through the ledger."""
+        self._lease = lease.number
 
     def close(self) -> None:
         """No submits or changes from here on; a reader's leaving cancels nothing any more."""
         self._closed = True
+
+    def check_open(self) -> None:
+        """Raises Unavailable while nothing can be changed."""
+        if self._closed:
+            raise Unavailable("the scheduler is shutting down", RETRY_DELAY_S)
+        if self._writer.outage is not None:
+            raise Unavailable("the database cannot be written for now", RETRY_DELAY_S)
+
+    def close_streams(self, reason: Unavailable) -> None:
+        self._loop.live.close_streams(reason)
+        self.followers.close(reason)
 
     def model(self, name: str) -> ServedModel:
         return self._models.find(name)
@@ -94,7 +125,7 @@ class Service:
     # ---- submit ----------------------------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
-        self._check_open()
+        self.check_open()
         earlier = self._arriving.get(request.request_id)
         if earlier is None:
             outcome = await asyncio.shield(self._arrive(request, payload_digest).outcome)
@@ -107,37 +138,33 @@ class Service:
             raise RequestExists(f"request {request.request_id} exists with another payload")
         return Submitted(request.request_id, joined=outcome is Outcome.JOINED)
 
-    def _arrive(self, request: Request, payload_digest: bytes) -> _Arrival:
+    def _arrive(self, request: Request, payload_digest: bytes, *actions: Action) -> _Arrival:
         """Raises QueueFull, TenantLimit."""
         if self._loop.live.get(request.request_id) is None:
             self._check_queue()
             self._check_tenant(request)
         # A task of its own: a request that is durable reaches the core whatever has become of its client's call.
-        arrival = _Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest))))
+        arrival = _Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest), actions)))
         # Who waits for it may be gone when it fails.
         arrival.outcome.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._arriving[request.request_id] = arrival
         self._loop.live.tenants.came(request)
         return arrival
 
-    async def _write(self, submission: Submission) -> Outcome:
+    async def _write(self, submission: Submission, actions: Sequence[Action]) -> Outcome:
         try:
-            outcome = await self._writer.submit(submission)
+            outcome = await self._writer.submit(submission, *actions)
             if outcome is Outcome.WRITTEN:
                 self._loop.accept(submission.request)
         except LedgerUnavailable as error:
             raise Unavailable("the database cannot be written for now", RETRY_DELAY_S) from error
+        except LeaseLost as error:
+            raise Unavailable(str(error), RETRY_DELAY_S) from error
         finally:
             # Once accepted it is counted as a live one.
             self._loop.live.tenants.left(submission.request)
             del self._arriving[submission.request.request_id]
         return outcome
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Unavailable("the scheduler is shutting down", RETRY_DELAY_S)
-        if self._writer.outage is not None:
-            raise Unavailable("the database cannot be written for now", RETRY_DELAY_S)
 
     def _check_queue(self) -> None:
         queued = self._loop.num_waiting + len(self._arriving)
@@ -169,44 +196,123 @@ class Service:
             self._loop.live.reader_came(request_id)
             return Attachment(found.request, tuple(found.feed.tokens[:next_index]), reader)
         output = await self._read(self._ledger.output, request_id)
+        if found.state not in TERMINAL:
+            if self._loop.live.get(request_id) is not None:
+                # It was taken over while the ledger was read.
+                return await self.attach(request_id, next_index)
+            reader = self.followers.follow(found, output, next_index, partial(self._reader_left, request_id))
+            return Attachment(found.request, output.token_ids[:next_index], reader)
         check_index(next_index, len(output.token_ids))
         feed = Feed(output.token_ids, output.logprobs)
-        feed.end(_ended(found))
+        feed.end(ended(found))
         return Attachment(found.request, output.token_ids[:next_index], FeedReader(feed, next_index, lambda: None))
 
     def _reader_left(self, request_id: str) -> None:
-        if self._loop.live.reader_left(request_id) and not self._closed:
+        """It may have come when another scheduler had the request."""
+        if self._closed:
+            return
+        self.followers.left(request_id)
+        if self._loop.live.reader_left(request_id, self._loop.clock()):
             self._loop.handle(core.Cancelled(request_id, "its client left"))
 
     # ---- changes ---------------------------------------------------------------------------------------------------------------
 
-    async def cancel(self, request_id: str, reason: str) -> Cancellation:
-        found = await self._look_up(request_id)
-        if not isinstance(found, LiveRequest):
-            return Cancellation(found.state, already_ended=True)
-        already_ended = found.state in TERMINAL
-        if not already_ended:
-            self._check_open()
-            self._loop.handle(core.Cancelled(request_id, reason))
-        await self._loop.durable()
-        return Cancellation(found.state, already_ended)
-
-    async def update(self, request_id: str, priority: int | None, deadline_s: float | None) -> RequestStatus:
+    async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
         found = await self._look_up(request_id)
         if found.state in TERMINAL:
+            await self._durable()
+            return Cancellation(found.state, already_ended=True)
+        actions = self._actions(actor, ActionVerb.CANCEL, request_id, reason)
+        if isinstance(found, LiveRequest):
+            self.check_open()
+            self._loop.handle(core.Cancelled(request_id, reason), *actions)
+            await self._durable()
+            return Cancellation(found.state, already_ended=False)
+        after = await self._ask(found, Verb.CANCEL, actions, reason=reason)
+        return Cancellation(after.state, already_ended=after.state is not State.CANCELLED)
+
+    async def update(
+        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str, actor: str
+    ) -> RequestStatus:
+        found = await self._look_up(request_id)
+        detail = "; ".join(_changes(found.request, priority, deadline_s))
+        actions = self._actions(actor, ActionVerb.UPDATE, request_id, reason, detail)
+        if found.state not in TERMINAL:
+            if isinstance(found, LiveRequest):
+                self.check_open()
+                self._loop.handle(core.Updated(request_id, priority, deadline_s), *actions)
+                await self._durable()
+                return await self.status(request_id)
+            found = await self._ask(found, Verb.UPDATE, actions, priority=priority, deadline_s=deadline_s)
+        if found.state in TERMINAL:
             raise RequestEnded(f"request {request_id} has ended: {found.state}")
-        self._check_open()
-        self._loop.handle(core.Updated(request_id, priority, deadline_s))
-        await self._loop.durable()
         return await self.status(request_id)
+
+    async def _ask(
+        self,
+        stored: StoredRequest,
+        verb: Verb,
+        actions: Sequence[Action],
+        reason: str = "",
+        priority: int | None = None,
+        deadline_s: float | None = None,
+    ) -> StoredRequest:
+        """Has the scheduler that has it change the request, which is returned. Raises Unavailable when it has changed hands."""
+        if stored.lease is None or not stored.scheduler:
+            raise self._changing(stored.request.request_id)
+        await self.relay.ask(Command(stored.lease, stored.request.request_id, verb, reason, priority, deadline_s))
+        after = await self._find(stored.request.request_id)
+        if after.state not in TERMINAL and after.lease != stored.lease:
+            raise self._changing(stored.request.request_id)
+        for action in actions:
+            self._loop.record(action)
+        await self._durable()
+        return after
+
+    async def retry(self, request_id: str, new_request_id: str, reason: str, actor: str) -> None:
+        self.check_open()
+        stored = await self._find(request_id)
+        if stored.state is not State.FAILED:
+            raise RequestNotFailed(f"request {request_id} is {stored.state}: only a failed one can be tried again")
+        digest = await self._read(self._ledger.payload_digest, request_id)
+        if digest is None:
+            raise UnknownRequest(f"there is no request {request_id} any more")
+        request = _second_try(stored.request, new_request_id, self._loop.clock())
+        actions = self._actions(actor, ActionVerb.RETRY, request_id, reason, f"as {new_request_id}")
+        await asyncio.shield(self._arrive(request, digest, *actions).outcome)
+
+    def _actions(self, actor: str, verb: ActionVerb, request_id: str, reason: str, detail: str = "") -> tuple[Action, ...]:
+        """The record of what an operator does; none of what a client does."""
+        return (Action(self._loop.clock(), actor, verb, request_id, reason, detail),) if actor else ()
+
+    async def obey(self, commands: Sequence[Command]) -> None:
+        """What other schedulers ask of this one; of requests that have ended, nothing. Raises Unavailable."""
+        self.check_open()
+        for command in commands:
+            match command.verb:
+                case Verb.CANCEL:
+                    self._loop.handle(core.Cancelled(command.request_id, command.reason))
+                case Verb.UPDATE:
+                    self._loop.handle(core.Updated(command.request_id, command.priority, command.deadline_s))
+                case Verb.READ:
+                    self._loop.live.read_elsewhere(command.request_id, self._loop.clock())
+                case Verb.LEAVE:
+                    if self._loop.live.left_elsewhere(command.request_id):
+                        self._loop.handle(core.Cancelled(command.request_id, "its client left"))
+        await self._durable()
+
+    async def _durable(self) -> None:
+        try:
+            await self._loop.durable()
+        except LedgerConflict as error:
+            raise Unavailable(f"the scheduler stops: {error}", RETRY_DELAY_S) from error
 
     # ---- reads -----------------------------------------------------------------------------------------------------------------
 
     async def status(self, request_id: str) -> RequestStatus:
         await self._arrival_over(request_id)
         stored = await self._find(request_id)
-        # A request that waits by the loop's word may still run by the ledger's; one answer must not say both.
-        return RequestStatus(stored, self.wait_reason(request_id) if stored.state in QUEUED else "")
+        return RequestStatus(stored, self.wait_reason(stored))
 
     async def output(self, request_id: str) -> StoredOutput:
         await self._find(request_id)
@@ -219,8 +325,13 @@ class Service:
     async def query(self, query: RequestQuery) -> RequestPage:
         return await self._read(self._ledger.query, query)
 
-    def wait_reason(self, request_id: str) -> str:
-        return self._loop.wait_reason(request_id)
+    def wait_reason(self, stored: StoredRequest) -> str:
+        # A request that waits by the loop's word may still run by the ledger's; one answer must not say both.
+        if stored.state not in QUEUED:
+            return ""
+        if stored.lease != self._lease:
+            return f"scheduler {stored.scheduler} has it" if stored.scheduler else "it is being taken over by another scheduler"
+        return self._loop.wait_reason(stored.request.request_id)
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
         return self._loop.executors()
@@ -229,16 +340,19 @@ class Service:
         return self._loop.load()
 
     async def _look_up(self, request_id: str) -> LiveRequest | StoredRequest:
-        """The live request, or else the ended one from the ledger. Raises UnknownRequest."""
+        """The live request, or else the one from the ledger, ended or another scheduler's. Raises UnknownRequest."""
         await self._arrival_over(request_id)
         # It can end between the look at the live requests and that at the ledger, or arrive: then the second look finds it.
         for _ in range(2):
             if (live := self._loop.live.get(request_id)) is not None:
                 return live
             stored = await self._find(request_id)
-            if stored.state in TERMINAL:
+            if stored.state in TERMINAL or stored.lease != self._lease:
                 return stored
-        raise Unavailable(f"request {request_id} is changing; ask again", RETRY_DELAY_S)
+        raise self._changing(request_id)
+
+    def _changing(self, request_id: str) -> Unavailable:
+        return Unavailable(f"request {request_id} is changing hands; ask again", RETRY_DELAY_S)
 
     async def _find(self, request_id: str) -> StoredRequest:
         stored = await self._read(self._ledger.find, request_id)
@@ -253,6 +367,27 @@ class Service:
             raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error
 
 
-def _ended(stored: StoredRequest) -> Ended:
-    assert stored.finish_reason is not None
-    return Ended(stored.state, stored.finish_reason, stored.num_output_tokens, stored.error, stored.error_code)
+def _second_try(failed: Request, request_id: str, now_s: float) -> Request:
+    """The same payload, with its time limits counted from now. No client waits for it, so it runs detached."""
+    waited_s = now_s - failed.arrival_s
+    return replace(
+        failed,
+        request_id=request_id,
+        arrival_s=now_s,
+        deadline_s=None if failed.deadline_s is None else failed.deadline_s + waited_s,
+        queue_deadline_s=None if failed.queue_deadline_s is None else failed.queue_deadline_s + waited_s,
+        detached=True,
+        retry_of=failed.request_id,
+    )
+
+
+def _changes(request: Request, priority: int | None, deadline_s: float | None) -> Iterator[str]:
+    """In words, what an update changes."""
+    if priority is not None:
+        yield f"priority {request.priority} → {priority}"
+    if deadline_s is not None:
+        yield f"deadline {_time(request.deadline_s)} → {_time(deadline_s)}"
+
+
+def _time(unix_s: float | None) -> str:
+    return "none" if unix_s is None else datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")

@@ -56,12 +56,16 @@ class Settings:
     executors: tuple[str, ...]
     database: str
     durability: str
+    scheduler_name: str
+    lease_time_s: float
     scheduler: SchedulerConfig
     max_queue_len: int
     step_timeout_s: float
     heartbeat_timeout_s: float
     grace_period_s: float
     reattach_grace_s: float
+    idle_client_timeout_s: float
+    retention_s: float
     max_message_bytes: int
     tls: ServerTls | None
     executor_tls: ClientTls | None
@@ -71,6 +75,11 @@ class Settings:
     port_file: Path | None
     log_format: str
     log_level: str
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the database takes one scheduler only."""
+        return self.database.startswith("sqlite")
 
 
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
@@ -95,12 +104,16 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         executors=_executors(values.get("executor", [DEFAULT_EXECUTOR])),
         database=values["database"],
         durability=values["durability"],
+        scheduler_name=values["scheduler_name"],
+        lease_time_s=values["lease_time"],
         scheduler=config,
         max_queue_len=values["max_queue_len"],
         step_timeout_s=values["step_timeout"],
         heartbeat_timeout_s=values["heartbeat_timeout"],
         grace_period_s=values["grace_period"],
         reattach_grace_s=values["reattach_grace"],
+        idle_client_timeout_s=values["idle_client_timeout"],
+        retention_s=values["retention"],
         max_message_bytes=values["max_message_bytes"],
         tls=_server_tls(values),
         executor_tls=_executor_tls(values),
@@ -202,6 +215,13 @@ def _file(text: str) -> Path | None:
     return Path(text) if text else None
 
 
+def _name(text: str) -> str:
+    """One that fits a log line and any database."""
+    if len(text) > 200 or not text.isprintable():
+        raise argparse.ArgumentTypeError("a name has at most 200 characters, all of them printable")
+    return text
+
+
 def _count(text: str) -> int:
     """argparse quotes the function's message, not its name."""
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
@@ -265,6 +285,21 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "default": "power",
             "help": "what a commit survives: a power cut, or the death of the process only (faster)",
         },
+        "--retention": {
+            "type": _duration,
+            "default": 604_800.0,
+            "help": "ended requests are kept for this long, with their output, in seconds (7 days); 0: for ever",
+        },
+        "--scheduler-name": {
+            "type": _name,
+            "default": "",
+            "help": "among the schedulers on one PostgreSQL, the same whenever it is started (default: its host and address)",
+        },
+        "--lease-time": {
+            "type": _timeout,
+            "default": 10.0,
+            "help": "a scheduler that stands still for longer is taken over by another on its PostgreSQL, in seconds",
+        },
     },
     "batching": {
         "--max-num-seqs": {"type": _count, "default": 64, "help": "most sequences in a step"},
@@ -318,6 +353,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "type": _duration,
             "default": 30.0,
             "help": "a request that is not detached is cancelled when no client reads it for this long after a restart, in seconds",
+        },
+        "--idle-client-timeout": {
+            "type": _duration,
+            "default": 300.0,
+            "help": "a request that is not detached expires when its client is connected and reads nothing for this long, in seconds; "
+            "0: never",
         },
     },
 }

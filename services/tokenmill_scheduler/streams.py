@@ -17,10 +17,11 @@ from tokenmill_scheduler.desk import Chunk, Ended, IndexAhead, Unavailable
 class Feed:
     """The output of one live request: `tokens` as generated, of which readers may see the first `committed`.
 
-    `logprobs` is empty or has one entry a token. `ended` is set when the end is committed.
+    `logprobs` is empty or has one entry a token. `ended` is set when the end is committed. `takes` counts what readers have taken,
+    `waiting` the readers that have taken all there is and wait for more.
     """
 
-    __slots__ = ("_changed", "_closed", "committed", "ended", "logprobs", "readers", "tokens")
+    __slots__ = ("_changed", "_closed", "committed", "ended", "logprobs", "readers", "takes", "tokens", "waiting")
 
     def __init__(self, tokens: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] = ()) -> None:
         self.tokens = list(tokens)
@@ -28,6 +29,8 @@ class Feed:
         self.committed = len(self.tokens)
         self.ended: Ended | None = None
         self.readers = 0
+        self.takes = 0
+        self.waiting = 0
         self._closed: Unavailable | None = None
         self._changed = asyncio.Event()
 
@@ -64,7 +67,11 @@ class Feed:
         return None
 
     async def wait(self) -> None:
-        await self._changed.wait()
+        self.waiting += 1
+        try:
+            await self._changed.wait()
+        finally:
+            self.waiting -= 1
 
     def _wake(self) -> None:
         # Wakes those who wait now and stays clear: a reader looks before it waits, so it misses nothing.
@@ -92,6 +99,7 @@ class FeedReader:
             raise StopAsyncIteration
         while (item := self._feed.read(self._cursor)) is None:
             await self._feed.wait()
+        self._feed.takes += 1
         if isinstance(item, Ended):
             self._over = True
         else:

@@ -168,7 +168,7 @@ class FakeDesk:
         return await self.status(request_id)
 
     async def status(self, request_id: str) -> RequestStatus:
-        return RequestStatus(self._stored(self._entry(request_id)), self.wait_reason(request_id))
+        return RequestStatus(self._stored(self._entry(request_id)), self._wait_reason(request_id))
 
     async def output(self, request_id: str) -> StoredOutput:
         return StoredOutput(0, tuple(self._entry(request_id).tokens))
@@ -189,7 +189,10 @@ class FakeDesk:
         token = f"after-{page[-1][0]}" if len(rows) > len(page) else ""
         return RequestPage(tuple(self._stored(entry) for _, entry in page), token)
 
-    def wait_reason(self, request_id: str) -> str:
+    def wait_reason(self, stored: StoredRequest) -> str:
+        return self._wait_reason(stored.request.request_id)
+
+    def _wait_reason(self, request_id: str) -> str:
         return "no free sequence" if self._entry(request_id).state in QUEUED else ""
 
     def executors(self) -> tuple[ExecutorStatus, ...]:

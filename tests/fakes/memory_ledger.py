@@ -7,14 +7,22 @@ as a database does: give the same object to the next one. No code is shared with
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, State
 from tokenmill_scheduler.ledger.port import (
+    Action,
+    ActionPage,
+    ActionQuery,
+    Command,
+    Estate,
+    Hold,
     Lease,
     LeaseLost,
+    LeaseStatus,
     LedgerConflict,
     LedgerUnavailable,
     Outcome,
@@ -26,6 +34,9 @@ from tokenmill_scheduler.ledger.port import (
     StoredTransition,
     Submission,
 )
+
+from tests.fakes.memory_actions import MemoryActions
+from tests.fakes.memory_leases import MemoryLeases
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +52,45 @@ class _Entry:
     def arrival(self) -> tuple[float, int]:
         return self.stored.request.arrival_s, self.number
 
+    def place(self, query: RequestQuery) -> tuple[float, ...]:
+        """Less comes first."""
+        sign = 1 if query.oldest_first else -1
+        arrival = (sign * self.stored.request.arrival_s, float(sign * self.number))
+        return (-self.stored.request.priority, *arrival) if query.by_priority else arrival
+
 
 @dataclass
 class MemoryLedger:
-    """`writes` counts transactions carried out."""
+    """`writes` counts transactions carried out; `clock` tells which leases have run out."""
 
     unavailable: bool = False
     writes: int = 0
+    clock: Callable[[], float] = time.time
     _entries: dict[str, _Entry] = field(default_factory=dict)
-    _epochs: dict[str, int] = field(default_factory=dict)
+    _leases: MemoryLeases = field(default_factory=MemoryLeases)
+    _actions: MemoryActions = field(default_factory=MemoryActions)
     _accepted: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def write(self, records: Sequence[Record], leases: Sequence[Lease] = ()) -> list[Outcome]:
+    def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         with self._available():
-            if leases:
-                raise LeaseLost("the ledger in memory gives no leases")
+            if lease is not None:
+                self._leases.hold(lease)
             staged: dict[str, _Entry] = {}
             # Submissions first: other records of the batch may be about them.
             outcomes = {
                 index: self._submit(staged, record) for index, record in enumerate(records) if isinstance(record, Submission)
             }
             for record in records:
-                if not isinstance(record, Submission):
+                if not isinstance(record, Submission | Action):
                     self._apply(staged, record)
+            if lease is not None:
+                for request_id in _owned(records, outcomes):
+                    staged[request_id] = _given(staged[request_id], lease)
             self._entries.update(staged)
+            for record in records:
+                if isinstance(record, Action):
+                    self._actions.record(record)
             self.writes += 1
             return [outcomes.get(index, Outcome.WRITTEN) for index in range(len(records))]
 
@@ -73,12 +98,12 @@ class MemoryLedger:
         with self._available():
             open_entries = [entry for entry in self._entries.values() if entry.stored.state not in TERMINAL]
         for entry in sorted(open_entries, key=lambda entry: entry.arrival):
-            yield entry.stored, StoredOutput(0, entry.token_ids, entry.logprobs)
+            yield self._named(entry.stored), StoredOutput(0, entry.token_ids, entry.logprobs)
 
     def find(self, request_id: str) -> StoredRequest | None:
         with self._available():
             entry = self._entries.get(request_id)
-            return entry.stored if entry else None
+            return self._named(entry.stored) if entry else None
 
     def payload_digest(self, request_id: str) -> bytes | None:
         with self._available():
@@ -100,25 +125,113 @@ class MemoryLedger:
     def query(self, query: RequestQuery) -> RequestPage:
         with self._available():
             found = [entry for entry in self._entries.values() if _matches(entry.stored, query)]
-            found.sort(key=lambda entry: entry.arrival, reverse=not query.oldest_first)
+            found.sort(key=lambda entry: entry.place(query))
             if query.page_token:
-                last = _parse_page_token(query.page_token)
-                found = [entry for entry in found if (entry.arrival > last if query.oldest_first else entry.arrival < last)]
+                last = _parse_page_token(query)
+                found = [entry for entry in found if entry.place(query) > last]
             shown = found[: query.limit]
-            token = f"{shown[-1].arrival[0]!r} {shown[-1].number}" if len(found) > query.limit else ""
-            return RequestPage(tuple(entry.stored for entry in shown), token)
+            token = " ".join(map(repr, shown[-1].place(query))) if len(found) > query.limit else ""
+            return RequestPage(tuple(self._named(entry.stored) for entry in shown), token)
 
-    def next_epoch(self, executor: str, at_least: int) -> int:
+    def actions(self, query: ActionQuery) -> ActionPage:
         with self._available():
-            self._epochs[executor] = max(self._epochs.get(executor, 0) + 1, at_least)
-            return self._epochs[executor]
+            return self._actions.query(query)
 
-    def prune(self, finished_before_s: float, limit: int) -> int:
+    def holds(self) -> tuple[Hold, ...]:
         with self._available():
+            return self._actions.holds()
+
+    def progress(self, counts: Mapping[str, int]) -> dict[str, tuple[StoredRequest, StoredOutput]]:
+        with self._available():
+            known = [(self._entries[request_id], count) for request_id, count in counts.items() if request_id in self._entries]
+            return {
+                entry.stored.request.request_id: (
+                    self._named(entry.stored),
+                    StoredOutput(count, entry.token_ids[count:], entry.logprobs[count:]),
+                )
+                for entry, count in known
+                if entry.stored.state in TERMINAL or len(entry.token_ids) > count
+            }
+
+    def take_lease(self, scheduler: str, lease_s: float) -> Lease:
+        with self._available():
+            lease = Lease(self._leases.number(), scheduler)
+            self._leases.names[lease.number] = scheduler
+            self._leases.expires_s[lease.number] = self.clock() + lease_s
+            return lease
+
+    def renew_lease(self, lease: Lease, lease_s: float) -> None:
+        with self._available():
+            self._leases.hold(lease)
+            if self._leases.expires_s[lease.number] is None:
+                raise LeaseLost("it was given up")
+            self._leases.expires_s[lease.number] = self.clock() + lease_s
+
+    def give_up_lease(self, lease: Lease) -> None:
+        with self._available():
+            if lease.number in self._leases.names:
+                self._leases.expires_s[lease.number] = None
+
+    def leases(self) -> tuple[LeaseStatus, ...]:
+        with self._available():
+            return tuple(
+                LeaseStatus(
+                    Lease(number, self._leases.names[number]), expires_s is None or expires_s <= self.clock(), expires_s is None
+                )
+                for number, expires_s in self._leases.expires_s.items()
+            )
+
+    def take_over(self, lease: Lease, fallen: Sequence[int]) -> Estate:
+        with self._available():
+            ended = self._leases.end(lease, fallen)
+            adopted = [
+                entry
+                for entry in self._entries.values()
+                if entry.stored.state not in TERMINAL and (entry.stored.lease is None or entry.stored.lease in ended)
+            ]
+            for entry in adopted:
+                self._entries[entry.stored.request.request_id] = _given(entry, lease)
+            requests = tuple(
+                (self._named(_given(entry, lease).stored), StoredOutput(0, entry.token_ids, entry.logprobs))
+                for entry in sorted(adopted, key=lambda entry: entry.arrival)
+            )
+            return Estate(requests, self._leases.inherit(lease, ended))
+
+    def claim_executor(self, lease: Lease, executor: str, address: str, *, inherited: bool, at_least: int) -> int:
+        with self._available():
+            return self._leases.claim(lease, executor, address, inherited, at_least)
+
+    def has_executor(self, lease: Lease, executor: str) -> bool:
+        with self._available():
+            driven = self._leases.executors.get(executor)
+            return driven is not None and driven.lease == lease.number
+
+    def send(self, commands: Sequence[Command]) -> tuple[int, ...]:
+        with self._available():
+            sent = {self._leases.number(): command for command in commands}
+            self._leases.commands.update(sent)
+            return tuple(sent)
+
+    def pending(self, numbers: Sequence[int]) -> frozenset[int]:
+        with self._available():
+            return frozenset(number for number in numbers if number in self._leases.commands)
+
+    def received(self, lease: Lease) -> tuple[tuple[int, Command], ...]:
+        with self._available():
+            return tuple((number, command) for number, command in self._leases.commands.items() if command.lease == lease.number)
+
+    def settle(self, numbers: Sequence[int]) -> None:
+        with self._available():
+            for number in numbers:
+                self._leases.commands.pop(number, None)
+
+    def prune(self, before_s: float, limit: int) -> int:
+        with self._available():
+            self._actions.prune(before_s, limit)
             ended = [
                 (entry.stored.finished_s, request_id)
                 for request_id, entry in self._entries.items()
-                if entry.stored.finished_s is not None and entry.stored.finished_s < finished_before_s
+                if entry.stored.finished_s is not None and entry.stored.finished_s < before_s
             ]
             for _, request_id in sorted(ended)[:limit]:
                 del self._entries[request_id]
@@ -131,6 +244,9 @@ class MemoryLedger:
         if self.unavailable:
             raise LedgerUnavailable("the database is away")
         return self._lock
+
+    def _named(self, stored: StoredRequest) -> StoredRequest:
+        return stored if stored.lease is None else replace(stored, scheduler=self._leases.names.get(stored.lease, ""))
 
     def _submit(self, staged: dict[str, _Entry], submission: Submission) -> Outcome:
         request = submission.request
@@ -164,6 +280,19 @@ class MemoryLedger:
         if entry is None or entry.stored.state in TERMINAL:
             raise LedgerConflict(f"{request_id}: no such request, or it has ended")
         return entry
+
+
+def _owned(records: Sequence[Record], outcomes: Mapping[int, Outcome]) -> Iterator[str]:
+    """Requests that this write made or moved."""
+    for index, record in enumerate(records):
+        if isinstance(record, Transitioned):
+            yield record.request_id
+        elif isinstance(record, Submission) and outcomes[index] is Outcome.WRITTEN:
+            yield record.request.request_id
+
+
+def _given(entry: _Entry, lease: Lease) -> _Entry:
+    return replace(entry, stored=replace(entry.stored, lease=lease.number))
 
 
 def _moved(entry: _Entry, move: Transitioned) -> _Entry:
@@ -212,9 +341,13 @@ def _matches(stored: StoredRequest, query: RequestQuery) -> bool:
         and query.model in ("", request.model)
         and (query.min_priority is None or request.priority >= query.min_priority)
         and (query.max_priority is None or request.priority <= query.max_priority)
+        and (not query.lanes or request.lane in query.lanes)
+        and (query.arrived_before_s is None or request.arrival_s <= query.arrived_before_s)
     )
 
 
-def _parse_page_token(page_token: str) -> tuple[float, int]:
-    arrival_s, number = page_token.split(" ")
-    return float(arrival_s), int(number)
+def _parse_page_token(query: RequestQuery) -> tuple[float, ...]:
+    last = tuple(map(float, query.page_token.split(" ")))
+    if len(last) != 2 + query.by_priority:
+        raise ValueError("a page token of another order")
+    return last

@@ -66,9 +66,9 @@ class HeldWriter:
             # Not before `append` returns: a commit is news from another thread.
             asyncio.get_running_loop().call_soon(self.commit)
 
-    async def submit(self, submission: Submission) -> Outcome:
+    async def submit(self, submission: Submission, *beside: Record) -> Outcome:
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.append([submission], lambda outcomes: outcome.set_result(outcomes[0]))
+        self.append([submission, *beside], lambda outcomes: outcome.set_result(outcomes[0]))
         return await outcome
 
     def commit(self) -> None:

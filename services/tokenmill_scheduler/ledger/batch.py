@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tokenmill_scheduler.core.records import TokensGenerated, Transitioned, Updated
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, State
 from tokenmill_scheduler.ledger.codec import pack_logprobs, pack_tokens
-from tokenmill_scheduler.ledger.port import LedgerConflict, Record, Submission
+from tokenmill_scheduler.ledger.port import Action, LedgerConflict, Record, Submission
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class Batch:
     updates: dict[str, Updated] = field(default_factory=dict)
     changes: dict[str, Change] = field(default_factory=dict)
     transitions: list[Transitioned] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
 
     def ended(self) -> list[str]:
         return [request_id for request_id, change in self.changes.items() if change.ending]
@@ -66,6 +67,8 @@ def fold(records: Iterable[Record]) -> Batch:
                 batch.submissions.append(record)
             case Updated():
                 _add_update(batch, record)
+            case Action():
+                batch.actions.append(record)
     return batch
 
 

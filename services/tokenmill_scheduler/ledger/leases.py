@@ -1,8 +1,8 @@
-"""Epochs and leases: who drives an executor.
+"""Leases: which scheduler processes may write, what they hold, and how a fallen one's holdings pass to another.
 
-The database's clock decides when a lease has run out, so that schedulers whose clocks differ agree. What makes a lease safe is not
-the clock but its epoch: `hold` locks the lease rows for the rest of a writing transaction, so that a lease is taken either before
-the transaction, which then writes nothing, or after it. Works in the transaction of the connection it is given.
+The database's clock alone decides when a lease has run out, so that schedulers whose clocks differ agree. What makes a lease safe
+is not the clock but its row: `hold` locks it for the rest of a writing transaction, so that a takeover, which deletes it, comes
+either before the transaction, which then writes nothing, or after it. Works in the transaction of the connection it is given.
 """
 
 from __future__ import annotations
@@ -10,23 +10,99 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, case, delete, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, Float, case, delete, insert, literal_column, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from tokenmill_scheduler.ledger.port import Lease, LeaseLost
-from tokenmill_scheduler.ledger.tables import executors, leases
+from tokenmill_scheduler.ledger import queries
+from tokenmill_scheduler.ledger.port import Estate, ExecutorTaken, Lease, LeaseLost, LeaseStatus
+from tokenmill_scheduler.ledger.tables import commands, executors, leases, requests
 
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _NOW_S: dict[str, ColumnElement[float]] = {
     "sqlite": literal_column("(julianday('now') - 2440587.5) * 86400.0", Float),
     "postgresql": literal_column("extract(epoch FROM clock_timestamp())::float8", Float),
 }
+_GIVEN_UP_S = 0.0
 
 
-def next_epoch(connection: Connection, executor: str, at_least: int) -> int:
-    """A number never given before for this executor and ≥ `at_least`. Holds the executor's row until the transaction ends."""
+def take(connection: Connection, scheduler: str, lease_s: float) -> Lease:
+    expires_s = _NOW_S[connection.dialect.name] + lease_s
+    statement = insert(leases).values(scheduler=scheduler, expires_s=expires_s).returning(leases.c.number)
+    return Lease(connection.execute(statement).scalar_one(), scheduler)
+
+
+def renew(connection: Connection, lease: Lease, lease_s: float) -> None:
+    """Raises LeaseLost, also when it was given up. Does not wait for writes under way: it changes no key, see `hold`."""
+    expires_s = _NOW_S[connection.dialect.name] + lease_s
+    still = (leases.c.number == lease.number, leases.c.expires_s != _GIVEN_UP_S)
+    if connection.execute(update(leases).values(expires_s=expires_s).where(*still)).rowcount != 1:
+        raise _lost(lease)
+
+
+def give_up(connection: Connection, lease: Lease) -> None:
+    connection.execute(update(leases).values(expires_s=_GIVEN_UP_S).where(leases.c.number == lease.number))
+
+
+def hold(connection: Connection, lease: Lease) -> None:
+    """Raises LeaseLost unless it holds; it then holds until the transaction ends."""
+    statement = select(leases.c.number).where(leases.c.number == lease.number).with_for_update(read=True, key_share=True)
+    if connection.execute(statement).first() is None:
+        raise _lost(lease)
+
+
+def statuses(connection: Connection) -> tuple[LeaseStatus, ...]:
+    expired = leases.c.expires_s <= _NOW_S[connection.dialect.name]
+    rows = connection.execute(select(leases.c.number, leases.c.scheduler, expired, leases.c.expires_s).order_by(leases.c.number))
+    return tuple(
+        LeaseStatus(Lease(number, scheduler), bool(expired), expires_s == _GIVEN_UP_S)
+        for number, scheduler, expired, expires_s in rows
+    )
+
+
+def take_over(connection: Connection, lease: Lease, fallen: Sequence[int]) -> Estate:
+    """Waits for writes of the fallen that are under way, and no later one finds its lease."""
+    hold(connection, lease)
+    ending = delete(leases).where(leases.c.number.in_(fallen), leases.c.number != lease.number)
+    ended = connection.execute(ending.returning(leases.c.number, leases.c.scheduler)).all()
+    numbers = [number for number, _ in ended]
+    former = [number for number, scheduler in ended if scheduler == lease.scheduler]
+    connection.execute(delete(commands).where(commands.c.lease.in_(numbers)))
+    connection.execute(update(executors).values(lease=None).where(executors.c.lease.in_(former), executors.c.inherited == 0))
+    inherit = update(executors).values(lease=lease.number, inherited=1).where(executors.c.lease.in_(numbers))
+    inherited = connection.execute(inherit.returning(executors.c.executor, executors.c.address)).all()
+    theirs = or_(requests.c.lease.in_(numbers), requests.c.lease.is_(None))
+    adopt = update(requests).values(lease=lease.number).where(requests.c.finished_s.is_(None), theirs)
+    adopted = connection.scalars(adopt.returning(requests.c.request_id)).all()
+    return Estate(
+        tuple(queries.in_order(connection, adopted)), tuple((executor, address) for executor, address in sorted(inherited))
+    )
+
+
+def claim_executor(connection: Connection, lease: Lease, executor: str, address: str, inherited: bool, at_least: int) -> int:
+    """Returns the new epoch. Raises ExecutorTaken, LeaseLost."""
+    hold(connection, lease)
+    epoch = _next_epoch(connection, executor, at_least)
+    driver = select(leases.c.number, leases.c.scheduler, executors.c.inherited).join_from(
+        executors, leases, leases.c.number == executors.c.lease
+    )
+    row = connection.execute(driver.where(executors.c.executor == executor)).first()
+    if row is not None and row.number != lease.number and (inherited or not row.inherited):
+        raise ExecutorTaken(f"scheduler {row.scheduler} drives executor {executor}")
+    values = {"address": address, "lease": lease.number, "inherited": int(inherited)}
+    connection.execute(update(executors).values(values).where(executors.c.executor == executor))
+    return epoch
+
+
+def has_executor(connection: Connection, lease: Lease, executor: str) -> bool:
+    driver = connection.scalar(select(executors.c.lease).where(executors.c.executor == executor))
+    return bool(driver == lease.number)
+
+
+def _next_epoch(connection: Connection, executor: str, at_least: int) -> int:
+    """Holds the executor's row until the transaction ends."""
     following = executors.c.epoch + 1
-    statement = _INSERT[connection.dialect.name](executors).values(executor=executor, epoch=max(1, at_least))
+    values = {"executor": executor, "epoch": max(1, at_least), "address": "", "inherited": 0}
+    statement = _INSERT[connection.dialect.name](executors).values(values)
     epoch = connection.scalar(
         statement.on_conflict_do_update(
             index_elements=["executor"], set_={"epoch": case((following < at_least, at_least), else_=following)}
@@ -36,38 +112,5 @@ def next_epoch(connection: Connection, executor: str, at_least: int) -> int:
     return epoch
 
 
-def acquire(connection: Connection, executor: str, owner: str, lease_s: float, at_least: int) -> Lease | None:
-    """A lease under a new epoch, or None while another owner's has not run out (the caller then rolls back)."""
-    epoch = next_epoch(connection, executor, at_least)
-    now_s = _NOW_S[connection.dialect.name]
-    held = select(leases.c.owner).where(leases.c.executor == executor, leases.c.owner != owner, leases.c.expires_s > now_s)
-    # The row lock waits for writes that this lease fences, see `hold`.
-    if connection.execute(held.with_for_update()).first():
-        return None
-    values = {"owner": owner, "epoch": epoch, "expires_s": now_s + lease_s}
-    statement = _INSERT[connection.dialect.name](leases).values(executor=executor, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["executor"], set_=values))
-    return Lease(executor, owner, epoch)
-
-
-def renew(connection: Connection, lease: Lease, lease_s: float) -> bool:
-    """False when it was taken or given up. One that has only run out is renewed."""
-    expires_s = _NOW_S[connection.dialect.name] + lease_s
-    return connection.execute(update(leases).values(expires_s=expires_s).where(*_same(lease))).rowcount == 1
-
-
-def release(connection: Connection, lease: Lease) -> None:
-    """Gives the lease up; nothing happens if it was lost already."""
-    connection.execute(delete(leases).where(*_same(lease)))
-
-
-def hold(connection: Connection, held: Sequence[Lease]) -> None:
-    """Raises LeaseLost unless all these leases hold; they then hold until the transaction ends."""
-    for lease in held:
-        statement = select(leases.c.epoch).where(*_same(lease)).with_for_update(read=True)
-        if connection.execute(statement).first() is None:
-            raise LeaseLost(f"executor {lease.executor}: the lease of {lease.owner} under epoch {lease.epoch} no longer holds")
-
-
-def _same(lease: Lease) -> tuple[ColumnElement[bool], ...]:
-    return (leases.c.executor == lease.executor, leases.c.owner == lease.owner, leases.c.epoch == lease.epoch)
+def _lost(lease: Lease) -> LeaseLost:
+    return LeaseLost(f"lease {lease.number} of scheduler {lease.scheduler} no longer holds: another scheduler has taken over")

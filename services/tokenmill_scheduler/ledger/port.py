@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
-from tokenmill_scheduler.core.request import FinishReason, Request, State
+from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 
 
 class LedgerError(Exception):
@@ -35,16 +35,48 @@ class SchemaMismatch(LedgerError):
 
 
 class LeaseLost(LedgerConflict):
-    """A lease that the write was fenced by has been taken or given up."""
+    """The lease that the write was fenced by has been taken or given up."""
+
+
+class ExecutorTaken(LedgerError):
+    """Another scheduler on this database drives the executor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right of `owner` to drive `executor`; `epoch` is its fencing number. A higher epoch fences out the lower."""
+    """The right of one scheduler process to write; `number`, never given twice, is its fencing number."""
 
-    executor: str
-    owner: str
-    epoch: int
+    number: int
+    scheduler: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStatus:
+    """A lease that nobody has taken over. `expired` by the database's clock; `given_up` by its own scheduler, which has stopped."""
+
+    lease: Lease
+    expired: bool
+    given_up: bool
+
+
+class Verb(StrEnum):
+    CANCEL = "cancel"
+    UPDATE = "update"
+    # A client reads the request through another scheduler, or has left there.
+    READ = "read"
+    LEAVE = "leave"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What one scheduler asks the one that has the request, whose lease is `lease`, to do with it. None leaves a value as it is."""
+
+    lease: int
+    request_id: str
+    verb: Verb
+    reason: str = ""
+    priority: int | None = None
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +94,40 @@ class Outcome(StrEnum):
     CONFLICT = "conflict"
 
 
-Record = Submission | Transitioned | TokensGenerated | Updated
+class ActionVerb(StrEnum):
+    CANCEL = "cancel"
+    UPDATE = "update"
+    RETRY = "retry"
+    PAUSE_QUEUE = "pause_queue"
+    RESUME_QUEUE = "resume_queue"
+    DRAIN_EXECUTOR = "drain_executor"
+    UNDRAIN_EXECUTOR = "undrain_executor"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What an operator did, recorded with what it changed. `target` is a request id or an executor's name; empty: the queue.
+
+    A pause or a drain puts its target on hold, a resume or an undrain ends the hold.
+    """
+
+    at_s: float
+    actor: str
+    verb: ActionVerb
+    target: str = ""
+    reason: str = ""
+    detail: str = ""
+
+
+Record = Submission | Transitioned | TokensGenerated | Updated | Action
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRequest:
-    """A request as the ledger has it. `num_output_tokens` counts what is stored. Times are Unix seconds."""
+    """A request as the ledger has it. `num_output_tokens` counts what is stored. Times are Unix seconds.
+
+    `lease` is that of the scheduler that has it; `scheduler` is that one's name, empty once the lease has been taken over.
+    """
 
     request: Request
     state: State
@@ -79,6 +139,8 @@ class StoredRequest:
     preemptions: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
+    lease: int | None = None
+    scheduler: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +161,60 @@ class StoredTransition:
 
 
 @dataclass(frozen=True, slots=True)
+class Estate:
+    """What fallen schedulers have left to the one that took over: unfinished requests in order of arrival, each with its output,
+    and executors, as (name, address) pairs.
+    """
+
+    requests: tuple[tuple[StoredRequest, StoredOutput], ...] = ()
+    executors: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestQuery:
-    """All conditions hold together; an empty or None one holds always."""
+    """All conditions hold together; an empty or None one holds always. `arrived_before_s` is in Unix seconds.
+
+    The order is by arrival, newest first unless `oldest_first`; `by_priority`, by priority first, the highest first.
+    """
 
     states: tuple[State, ...] = ()
     tenant: str = ""
     model: str = ""
+    lanes: tuple[Lane, ...] = ()
     min_priority: int | None = None
     max_priority: int | None = None
+    arrived_before_s: float | None = None
     oldest_first: bool = False
+    by_priority: bool = False
     limit: int = 100
     page_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """An executor that is drained (`target` is its name), or the queue that is paused (empty), until an operator ends it."""
+
+    target: str
+    actor: str
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ActionQuery:
+    """An empty `target` means all."""
+
+    target: str = ""
+    limit: int = 100
+    page_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionPage:
+    """Newest first. `next_page_token` is empty on the last page."""
+
+    actions: tuple[Action, ...]
+    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +231,13 @@ class Ledger(Protocol):
     Tokens of a request must follow the last one stored and a move must leave the stored state: else LedgerConflict.
     """
 
-    def write(self, records: Sequence[Record], leases: Sequence[Lease] = ()) -> list[Outcome]:
+    def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         """Writes all records in one transaction, durable on return, and answers for each.
 
+        Requests that are submitted or moved are from then on those of `lease`.
         A Submission that exists already gives JOINED or CONFLICT and does not disturb the others.
         Raises LedgerUnavailable (the same call may be repeated, and never writes twice), LedgerConflict (nothing written), or
-        LeaseLost when one of `leases` no longer holds (nothing written).
+        LeaseLost when `lease` no longer holds (nothing written).
         """
 
     def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:
@@ -147,12 +253,65 @@ class Ledger(Protocol):
     def transitions(self, request_id: str) -> tuple[StoredTransition, ...]: ...
 
     def query(self, query: RequestQuery) -> RequestPage:
-        """Newest arrivals first unless `oldest_first`. Raises ValueError when the page token is not one it gave."""
+        """Raises ValueError when the page token is not one it gave for this order."""
 
-    def next_epoch(self, executor: str, at_least: int) -> int:
-        """A number never given before for this executor and ≥ `at_least`, durable on return."""
+    def actions(self, query: ActionQuery) -> ActionPage:
+        """Raises ValueError when the page token is not one it gave."""
 
-    def prune(self, finished_before_s: float, limit: int) -> int:
-        """Deletes up to `limit` requests that ended before then (Unix seconds), with their output; returns how many."""
+    def holds(self) -> tuple[Hold, ...]:
+        """All that are in force, by target."""
+
+    def progress(self, counts: Mapping[str, int]) -> dict[str, tuple[StoredRequest, StoredOutput]]:
+        """Of these requests, by id, those that have more tokens than counted here or have ended, with the output from there on."""
+
+    # ---- leases: each may raise LeaseLost, with nothing done ----
+
+    def take_lease(self, scheduler: str, lease_s: float) -> Lease: ...
+
+    def renew_lease(self, lease: Lease, lease_s: float) -> None:
+        """Runs out in `lease_s` from now. One that has run out and was not taken over is renewed."""
+
+    def give_up_lease(self, lease: Lease) -> None:
+        """Its scheduler writes no more: another may take over at once. Nothing happens if it was lost already."""
+
+    def leases(self) -> tuple[LeaseStatus, ...]:
+        """In order of their numbers."""
+
+    def take_over(self, lease: Lease, fallen: Sequence[int]) -> Estate:
+        """Ends these leases, whether or not they have run out, and makes what they held that of `lease`, durable on return.
+
+        Requests that no lease ever held come along. Executors of a fallen scheduler of the same name are left free, unless it
+        had inherited them: the new one drives those it is told to. A lease that another has ended meanwhile is passed over.
+        Raises LedgerConflict when it cannot tell whether it was carried out.
+        """
+
+    def claim_executor(self, lease: Lease, executor: str, address: str, *, inherited: bool, at_least: int) -> int:
+        """The executor is that of `lease` from here on. Returns its epoch: never given before for it and ≥ `at_least`.
+
+        `inherited` gives way to a scheduler that was told of the executor, and raises ExecutorTaken where one drives it;
+        without, ExecutorTaken is raised where another does that has not merely inherited it.
+        """
+
+    def has_executor(self, lease: Lease, executor: str) -> bool: ...
+
+    # ---- commands from one scheduler to another ----
+
+    def send(self, commands: Sequence[Command]) -> tuple[int, ...]:
+        """Their numbers."""
+
+    def pending(self, numbers: Sequence[int]) -> frozenset[int]:
+        """Which of them nobody has carried out or withdrawn, nor lost with the scheduler they were for."""
+
+    def received(self, lease: Lease) -> tuple[tuple[int, Command], ...]:
+        """What others ask of this scheduler, in order, each with its number."""
+
+    def settle(self, numbers: Sequence[int]) -> None:
+        """They are carried out, or withdrawn."""
+
+    def prune(self, before_s: float, limit: int) -> int:
+        """Deletes up to `limit` requests that ended before then (Unix seconds), with their output, and as many actions of that time.
+
+        Returns how many requests it were.
+        """
 
     def close(self) -> None: ...

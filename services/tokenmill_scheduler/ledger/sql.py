@@ -1,21 +1,29 @@
-"""The ledger on a SQL database: transactions, retries and errors around the statements of store.py, queries.py and leases.py."""
+"""The ledger on a SQL database: transactions, retries and errors around the statements of the modules beside it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
+from tokenmill_scheduler.ledger import actions as action_rows
+from tokenmill_scheduler.ledger import commands as command_rows
 from tokenmill_scheduler.ledger import leases as lease_rows
 from tokenmill_scheduler.ledger import queries, store
-from tokenmill_scheduler.ledger.engine import Engines, connect, driver_errors
+from tokenmill_scheduler.ledger.engine import STALL_TIMEOUT_S, Engines, connect, driver_errors
 from tokenmill_scheduler.ledger.migrate import prepare
 from tokenmill_scheduler.ledger.port import (
+    ActionPage,
+    ActionQuery,
+    Command,
+    Estate,
+    Hold,
     Lease,
+    LeaseStatus,
     LedgerConflict,
     LedgerUnavailable,
     Outcome,
@@ -32,13 +40,15 @@ _TRANSACTION_ID = text("SELECT pg_current_xact_id()::text")
 _TRANSACTION_STATUS = text("SELECT pg_xact_status(CAST(:id AS xid8))")
 
 
-def open_ledger(url: str, *, durable: bool = True, create: bool = True) -> SqlLedger:
+def open_ledger(url: str, *, durable: bool = True, create: bool = True, stall_timeout_s: float = STALL_TIMEOUT_S) -> SqlLedger:
     """Opens the database at `url`: `sqlite:///FILE` or `postgresql+psycopg://…`.
 
     An empty database (for SQLite also a file that does not exist) gets its tables, unless `create` is False. `durable` False lets
-    a power cut, but no crash of a process, take the last commits. Raises UnsupportedDatabase, SchemaMismatch, LedgerUnavailable.
+    a power cut, but no crash of a process, take the last commits. `stall_timeout_s` is how long a transaction may stand still
+    before PostgreSQL ends it, so that a stopped process does not hold its locks for ever. Raises UnsupportedDatabase,
+    SchemaMismatch, LedgerUnavailable.
     """
-    engines = connect(url, durable=durable)
+    engines = connect(url, durable=durable, stall_timeout_s=stall_timeout_s)
     try:
         prepare(engines.write, create=create)
     except BaseException:
@@ -66,16 +76,16 @@ class SqlLedger:
         self._turn = threading.Lock()
         self._in_doubt: _InDoubt | None = None
 
-    def write(self, records: Sequence[Record], leases: Sequence[Lease] = ()) -> list[Outcome]:
+    def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         with self._turn, driver_errors():
             settled = self._settle(records)
             if settled is not None:
                 return settled
             try:
-                return self._write(records, leases)
+                return self._write(records, lease)
             except IntegrityError:
                 # On PostgreSQL another scheduler may have accepted the same id in between: the second time it is seen.
-                return self._write(records, leases)
+                return self._write(records, lease)
 
     def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:
         with self._read() as connection:
@@ -101,45 +111,93 @@ class SqlLedger:
         with self._read() as connection:
             return queries.query(connection, query)
 
-    def next_epoch(self, executor: str, at_least: int) -> int:
-        with driver_errors(), self._engines.write.begin() as connection:
-            return lease_rows.next_epoch(connection, executor, at_least)
+    def actions(self, query: ActionQuery) -> ActionPage:
+        with self._read() as connection:
+            return action_rows.query(connection, query)
 
-    def acquire_lease(self, executor: str, owner: str, lease_s: float, at_least: int = 0) -> Lease | None:
-        with driver_errors(), self._engines.write.connect() as connection:
+    def holds(self) -> tuple[Hold, ...]:
+        with self._read() as connection:
+            return action_rows.in_force(connection)
+
+    def progress(self, counts: Mapping[str, int]) -> dict[str, tuple[StoredRequest, StoredOutput]]:
+        with self._read() as connection:
+            return queries.progress(connection, counts)
+
+    def take_lease(self, scheduler: str, lease_s: float) -> Lease:
+        with self._change() as connection:
+            return lease_rows.take(connection, scheduler, lease_s)
+
+    def renew_lease(self, lease: Lease, lease_s: float) -> None:
+        with self._change() as connection:
+            lease_rows.renew(connection, lease, lease_s)
+
+    def give_up_lease(self, lease: Lease) -> None:
+        with self._change() as connection:
+            lease_rows.give_up(connection, lease)
+
+    def leases(self) -> tuple[LeaseStatus, ...]:
+        with self._read() as connection:
+            return lease_rows.statuses(connection)
+
+    def take_over(self, lease: Lease, fallen: Sequence[int]) -> Estate:
+        with self._turn, driver_errors(), self._engines.write.connect() as connection:
             transaction = connection.begin()
-            lease = lease_rows.acquire(connection, executor, owner, lease_s, at_least)
-            if lease is None:
-                transaction.rollback()
-            else:
+            estate = lease_rows.take_over(connection, lease, fallen)
+            try:
                 transaction.commit()
-            return lease
+            except DBAPIError as error:
+                raise LedgerConflict("whether a takeover was carried out is not known: its connection broke") from error
+            return estate
 
-    def renew_lease(self, lease: Lease, lease_s: float) -> bool:
-        with driver_errors(), self._engines.write.begin() as connection:
-            return lease_rows.renew(connection, lease, lease_s)
+    def claim_executor(self, lease: Lease, executor: str, address: str, *, inherited: bool, at_least: int) -> int:
+        with self._change() as connection:
+            return lease_rows.claim_executor(connection, lease, executor, address, inherited, at_least)
 
-    def release_lease(self, lease: Lease) -> None:
-        with driver_errors(), self._engines.write.begin() as connection:
-            lease_rows.release(connection, lease)
+    def has_executor(self, lease: Lease, executor: str) -> bool:
+        with self._read() as connection:
+            return lease_rows.has_executor(connection, lease, executor)
 
-    def prune(self, finished_before_s: float, limit: int) -> int:
+    def send(self, commands: Sequence[Command]) -> tuple[int, ...]:
+        with self._change() as connection:
+            return command_rows.send(connection, commands)
+
+    def pending(self, numbers: Sequence[int]) -> frozenset[int]:
+        with self._read() as connection:
+            return command_rows.pending(connection, numbers)
+
+    def received(self, lease: Lease) -> tuple[tuple[int, Command], ...]:
+        with self._read() as connection:
+            return command_rows.received(connection, lease)
+
+    def settle(self, numbers: Sequence[int]) -> None:
+        with self._change() as connection:
+            command_rows.settle(connection, numbers)
+
+    def prune(self, before_s: float, limit: int) -> int:
         with self._turn, driver_errors(), self._engines.write.begin() as connection:
-            return store.prune(connection, finished_before_s, limit)
+            return store.prune(connection, before_s, limit)
 
     def close(self) -> None:
         self._engines.dispose()
+
+    @contextmanager
+    def _change(self) -> Iterator[Connection]:
+        """A short transaction beside the writer's; one that fails changes nothing. On SQLite they take turns."""
+        turn = self._turn if self._engines.dialect == "sqlite" else nullcontext()
+        with turn, driver_errors(), self._engines.write.begin() as connection:
+            yield connection
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
         with driver_errors(), self._engines.read.connect() as connection:
             yield connection
 
-    def _write(self, records: Sequence[Record], leases: Sequence[Lease]) -> list[Outcome]:
+    def _write(self, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
         with self._engines.write.connect() as connection:
             transaction = connection.begin()
-            lease_rows.hold(connection, leases)
-            outcomes = store.write(connection, self._statements, records)
+            if lease is not None:
+                lease_rows.hold(connection, lease)
+            outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)
             transaction_id = self._transaction_id(connection)
             try:
                 transaction.commit()

@@ -6,6 +6,7 @@ A statement whose guard fails for a row writes nothing for it, which the caller 
 from __future__ import annotations
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Delete,
     Double,
@@ -60,6 +61,7 @@ _CHANGE: Types = {
     "finish_reason": Text(),
     "error": Text(),
     "error_code": Integer(),
+    "lease": BigInteger(),
 }
 _IDS: Types = {"request_id": Text()}
 
@@ -166,6 +168,7 @@ def _change_states(v: Columns) -> Update:
             finish_reason=v["finish_reason"],
             error=v["error"],
             error_code=v["error_code"],
+            lease=func.coalesce(v["lease"], requests.c.lease),
         )
         .where(requests.c.request_id == v["request_id"], requests.c.state == v["before_state"])
     )

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, delete, select
 
 from tokenmill_scheduler.core.records import Transitioned
 from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.ledger import actions
 from tokenmill_scheduler.ledger.batch import Batch, Change, Chunk, fold
 from tokenmill_scheduler.ledger.codec import clean, pack_parameters, pack_tokens
 from tokenmill_scheduler.ledger.port import Outcome, Record, Submission
@@ -27,18 +28,24 @@ _IDS_A_QUERY = 1000
 Row = tuple[Any, ...]
 
 
-def write(connection: Connection, statements: Statements, records: Sequence[Record]) -> list[Outcome]:
-    """Answers for each record. Submissions first: the other records of the batch may be about them."""
+def write(connection: Connection, statements: Statements, records: Sequence[Record], lease: int | None) -> list[Outcome]:
+    """Answers for each record. Submissions first: the other records of the batch may be about them.
+
+    Requests that are submitted or moved become those of `lease`.
+    """
     batch = fold(records)
-    outcomes = _submit(connection, statements, batch.submissions)
+    outcomes = _submit(connection, statements, batch.submissions, lease)
     _append_tokens(connection, statements, batch)
     updates = [(update.request_id, update.priority, update.deadline_s) for update in batch.updates.values()]
     statements.update_requests.run_all(connection, updates, "update")
-    _move(connection, statements, batch)
+    _move(connection, statements, batch, lease)
+    actions.record(connection, batch.actions)
     return [next(outcomes) if isinstance(record, Submission) else Outcome.WRITTEN for record in records]
 
 
-def _submit(connection: Connection, statements: Statements, submissions: Sequence[Submission]) -> Iterator[Outcome]:
+def _submit(
+    connection: Connection, statements: Statements, submissions: Sequence[Submission], lease: int | None
+) -> Iterator[Outcome]:
     """The first of an id is written, the others are told whether they are the same."""
     digests = _stored_digests(connection, [submission.request.request_id for submission in submissions])
     outcomes: list[Outcome] = []
@@ -51,7 +58,7 @@ def _submit(connection: Connection, statements: Statements, submissions: Sequenc
             outcomes.append(Outcome.WRITTEN)
         else:
             outcomes.append(Outcome.JOINED if stored == submission.payload_digest else Outcome.CONFLICT)
-    statements.insert_requests.run_all(connection, [_request_row(submission) for submission in new], "submission")
+    statements.insert_requests.run_all(connection, [_request_row(submission, lease) for submission in new], "submission")
     statements.insert_transitions.run_all(connection, [_arrival_row(submission) for submission in new], "submission")
     return iter(outcomes)
 
@@ -82,8 +89,9 @@ def _fills_tail(chunk: Chunk) -> bool:
     return chunk.first_index // limit < chunk.end // limit
 
 
-def _move(connection: Connection, statements: Statements, batch: Batch) -> None:
-    statements.change_states.run_all(connection, [_change_row(id_, change) for id_, change in batch.changes.items()], "move")
+def _move(connection: Connection, statements: Statements, batch: Batch, lease: int | None) -> None:
+    changes = [_change_row(id_, change, lease) for id_, change in batch.changes.items()]
+    statements.change_states.run_all(connection, changes, "move")
     statements.insert_transitions.run_all(connection, [_transition_row(move) for move in batch.transitions], "transition")
     ended = [(request_id,) for request_id in batch.ended()]
     statements.sum_up_tails.run(connection, ended)
@@ -91,14 +99,15 @@ def _move(connection: Connection, statements: Statements, batch: Batch) -> None:
     statements.delete_tails.run(connection, ended)
 
 
-def prune(connection: Connection, finished_before_s: float, limit: int) -> int:
-    """Deletes up to `limit` requests that ended before then, oldest first, with all that belongs to them."""
-    oldest = select(requests.c.number).where(requests.c.finished_s < finished_before_s)
+def prune(connection: Connection, before_s: float, limit: int) -> int:
+    """Deletes up to `limit` requests that ended before then, oldest first, with all that belongs to them, and as many actions."""
+    oldest = select(requests.c.number).where(requests.c.finished_s < before_s)
     some = oldest.order_by(requests.c.finished_s).limit(limit).scalar_subquery()
+    actions.prune(connection, before_s, limit)
     return connection.execute(delete(requests).where(requests.c.number.in_(some))).rowcount
 
 
-def _request_row(submission: Submission) -> Row:
+def _request_row(submission: Submission, lease: int | None) -> Row:
     request = submission.request
     return (
         request.request_id,
@@ -115,6 +124,10 @@ def _request_row(submission: Submission) -> Row:
         0,
         "",
         0,
+        lease,
+        request.lane.name.lower(),
+        request.queue_deadline_s,
+        request.retry_of,
         pack_parameters(request),
         pack_tokens(request.prompt),
     )
@@ -136,10 +149,10 @@ def _next_chunk_row(request_id: str, chunk: Chunk) -> Row:
     return (request_id, chunk.first_index, chunk.end - chunk.first_index, chunk.token_ids, chunk.logprobs)
 
 
-def _change_row(request_id: str, change: Change) -> Row:
+def _change_row(request_id: str, change: Change, lease: int | None) -> Row:
     guard = (request_id, change.before.value, change.after.value, change.executor, change.preemptions)
     ending = change.ending
     if ending is None:
-        return (*guard, None, None, "", 0)
+        return (*guard, None, None, "", 0, lease)
     reason = ending.finish_reason.value if ending.finish_reason else None
-    return (*guard, ending.at_s, reason, clean(ending.error), ending.error_code)
+    return (*guard, ending.at_s, reason, clean(ending.error), ending.error_code, lease)

@@ -53,6 +53,12 @@ requests = Table(
     Column("finish_reason", Text),
     Column("error", Text, nullable=False),
     Column("error_code", Integer, nullable=False),
+    # Of the scheduler that has it, or had it when it ended; null before any scheduler took it up.
+    Column("lease", BigInteger),
+    Column("lane", Text, nullable=False),
+    Column("queue_deadline_s", Double),
+    # The FAILED request that it is a second try of, or empty. That one may have been pruned.
+    Column("retry_of", Text, nullable=False),
     # JSON: sampling, stop, include_stop, cache_salt.
     Column("parameters", Text, nullable=False),
     # Token ids, packed little-endian u32. Last, so that reading the other columns does not read through it.
@@ -118,14 +124,61 @@ executors = Table(
     metadata,
     Column("executor", Text, primary_key=True),
     Column("epoch", BigInteger, nullable=False),
+    Column("address", Text, nullable=False),
+    # Of the scheduler that drives it; null when none does.
+    Column("lease", BigInteger),
+    # 1: that scheduler took it over from a fallen one and was not told of it itself.
+    Column("inherited", Integer, nullable=False),
 )
 
-# Which scheduler drives an executor. The epoch is the fencing number: writes of a scheduler whose lease was taken match no row.
+# One row for each scheduler process that may write. The number, never used again, is its fencing number: whoever takes over deletes
+# the row, and a transaction that does not find the row of its scheduler writes nothing. `expires_s` 0: given up.
 leases = Table(
     "leases",
     metadata,
-    Column("executor", Text, ForeignKey("executors.executor", ondelete="CASCADE"), primary_key=True),
-    Column("owner", Text, nullable=False),
-    Column("epoch", BigInteger, nullable=False),
+    Column("number", _Serial, Identity(), primary_key=True),
+    Column("scheduler", Text, nullable=False),
     Column("expires_s", Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+# What one scheduler asks another to do with a request that is the other's; deleted once it is done.
+commands = Table(
+    "commands",
+    metadata,
+    Column("number", _Serial, Identity(), primary_key=True),
+    # Of the scheduler it is for.
+    Column("lease", BigInteger, nullable=False),
+    Column("request_id", Text, nullable=False),
+    Column("verb", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("priority", Integer),
+    Column("deadline_s", Double),
+    Index("ix_commands_lease", "lease", "number"),
+    sqlite_autoincrement=True,
+)
+
+# What operators did. `target` is a request's id or an executor's name; empty: the queue.
+actions = Table(
+    "actions",
+    metadata,
+    Column("number", _Serial, Identity(), primary_key=True),
+    Column("at_s", Double, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("verb", Text, nullable=False),
+    Column("target", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("detail", Text, nullable=False),
+    Index("ix_actions_target", "target", "number"),
+    Index("ix_actions_at", "at_s"),
+)
+
+# What operators hold back until they say otherwise: an executor that is drained, by name, or the queue, under the empty name.
+holds = Table(
+    "holds",
+    metadata,
+    Column("target", Text, primary_key=True),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("at_s", Double, nullable=False),
 )

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenmill_scheduler.ledger.port import Ledger, LedgerUnavailable, Outcome, Record, Submission
+from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable, Outcome, Record, Submission
 
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
@@ -58,11 +58,13 @@ class LedgerWriter:
         self._closing = False
         self._given_up = threading.Event()
         self._failure: Exception | None = None
+        self._lease: Lease | None = None
         self._outage: LedgerUnavailable | None = None
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
 
-    def start(self) -> None:
-        """To be called on the event loop that callbacks shall run on."""
+    def start(self, lease: Lease | None = None) -> None:
+        """To be called on the event loop that callbacks shall run on. Every write is fenced by `lease`."""
+        self._lease = lease
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self._thread.start()
@@ -74,8 +76,8 @@ class LedgerWriter:
         """
         self._put(records, on_durable, None)
 
-    async def submit(self, submission: Submission) -> Outcome:
-        """Returns once it is durable. If the caller stops waiting it is written all the same.
+    async def submit(self, submission: Submission, *beside: Record) -> Outcome:
+        """Returns once it is durable, and `beside` with it. If the caller stops waiting it is written all the same.
 
         Raises LedgerUnavailable at once while the ledger is away or the backlog is full, or what stopped the writer.
         """
@@ -93,7 +95,7 @@ class LedgerWriter:
             if not answer.done():
                 answer.set_exception(error)
 
-        self._put([submission], on_durable, on_lost)
+        self._put([submission, *beside], on_durable, on_lost)
         return await answer
 
     @property
@@ -204,7 +206,7 @@ class LedgerWriter:
         retry_s = FIRST_RETRY_S
         while True:
             try:
-                outcomes = self._ledger.write(records)
+                outcomes = self._ledger.write(records, self._lease)
             except LedgerUnavailable as error:
                 self._outage = error
             else:

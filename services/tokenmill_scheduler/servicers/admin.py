@@ -11,11 +11,11 @@ from typing import Any
 from tokenmill.admin.v1 import admin_pb2 as pb
 from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 
-from tokenmill_scheduler.core.request import QUEUED, TERMINAL, State
+from tokenmill_scheduler.core.request import TERMINAL, State
 from tokenmill_scheduler.desk import Desk, RequestStatus, UnknownRequest
 from tokenmill_scheduler.intake import InvalidArgument, Violations
 from tokenmill_scheduler.intake.fields import TENANT_WORDS, check_priority, is_tenant, read_reason, read_request_id
-from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery, StoredRequest
+from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery
 from tokenmill_scheduler.servicers import convert
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 100, 1_000
@@ -44,7 +44,7 @@ class AdminServicer(AdminServiceServicer):
         violations.require(1 <= query.limit <= MAX_PAGE_SIZE, "page_size", f"must be from 1 to {MAX_PAGE_SIZE}")
         violations.raise_any()
         page = await self._page(query)
-        infos = [convert.request_info(RequestStatus(stored, self._wait_reason(stored))) for stored in page.requests]
+        infos = [convert.request_info(RequestStatus(stored, self._desk.wait_reason(stored))) for stored in page.requests]
         return pb.ListRequestsResponse(requests=infos, next_page_token=page.next_page_token)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:
@@ -125,9 +125,6 @@ class AdminServicer(AdminServiceServicer):
         return pb.CancelRequestsResponse.Outcome(
             request_id=request_id, state=convert.STATES[done.state], already_ended=done.already_ended
         )
-
-    def _wait_reason(self, stored: StoredRequest) -> str:
-        return self._desk.wait_reason(stored.request.request_id) if stored.state in QUEUED else ""
 
 
 def _read_filter(filter_: pb.RequestFilter, violations: Violations) -> RequestQuery:

@@ -41,7 +41,7 @@ def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
 @pytest.fixture
 def postgres_url(postgres: PostgresServer, migrated_postgres: str) -> str:
     """Emptied rather than made anew: a new database is a folder of a thousand files."""
-    for table in ("requests", "executors"):
+    for table in ("requests", "executors", "leases", "commands", "actions", "holds"):
         postgres.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table)), migrated_postgres)
     return postgres.url(migrated_postgres)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
-from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, State
+from tokenmill_scheduler.core.request import FinishReason, Lane, Request, Sampling, State
 from tokenmill_scheduler.ledger.port import (
     Ledger,
     LedgerConflict,
@@ -50,6 +50,9 @@ def test_a_submission_is_stored_without_loss(ledger: Ledger) -> None:
         cache_salt="salt\0with a NUL",
         stop=("\n\n", "\0", "😀", '"\\'),
         include_stop=True,
+        lane=Lane.BATCH,
+        queue_deadline_s=1_764_460_800.5,
+        retry_of="req-w",
     )
     assert ledger.write([Submission(request, bytes(range(256)))]) == [WRITTEN]
     stored = ledger.find("req-x")
@@ -279,14 +282,6 @@ def test_queries_filter_and_page(ledger: Ledger) -> None:
 def test_a_foreign_page_token_is_refused(ledger: Ledger, page_token: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 -- the words are each ledger's own
         ledger.query(RequestQuery(page_token=page_token))
-
-
-def test_epochs_are_never_given_twice(ledger: Ledger) -> None:
-    assert ledger.next_epoch("x0", 0) == 1
-    assert ledger.next_epoch("x0", 0) == 2
-    assert ledger.next_epoch("x0", 41) == 41
-    assert ledger.next_epoch("x0", 7) == 42
-    assert ledger.next_epoch("x1", 5) == 5
 
 
 def test_pruning_takes_the_oldest_ended_ones(ledger: Ledger) -> None:

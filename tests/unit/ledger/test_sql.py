@@ -1,4 +1,4 @@
-"""What only a database can show: outages, lost commits, leases, damage, views, what stays after a restart."""
+"""What only a database can show: outages, lost commits, damage, views, what stays after a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger.engine import connect
-from tokenmill_scheduler.ledger.port import LeaseLost, LedgerConflict, LedgerCorrupt, LedgerUnavailable, Outcome, Record
+from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerCorrupt, LedgerUnavailable, Outcome, Record
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.store import TAIL_TOKENS
 
@@ -82,6 +82,7 @@ def test_the_views_tell_an_operator(sql_ledger: SqlLedger) -> None:
     assert str(overview["finished_at"]).startswith("1970-01-01 00:01:50")
     (queue,) = rows(sql_ledger, "SELECT * FROM queue_overview")
     assert (queue["tenant"], queue["priority"], queue["state"], queue["requests"]) == ("t", 2, "waiting", 2)
+    assert (overview["lane"], overview["retry_of"], queue["lane"]) == ("standard", "", "standard")
     assert isinstance(queue["oldest_age_s"], float)
     assert queue["oldest_age_s"] > 1e9
     times = rows(sql_ledger, "SELECT state, times, duration_s FROM time_in_state WHERE request_id = 'ended' ORDER BY state")
@@ -97,62 +98,18 @@ def test_all_is_there_after_a_restart(url: str) -> None:
     ledger = open_ledger(url)
     run_to_decode(ledger)
     ledger.write([tokens("a", 0, 5, 6)])
-    ledger.next_epoch("x0", 0)
+    lease = ledger.take_lease("s1", 3600)
+    ledger.claim_executor(lease, "x0", "here", inherited=False, at_least=0)
     before = ledger.find("a")
     ledger.close()
     again = open_ledger(url)
     assert again.find("a") == before
     assert [(stored.state, output.token_ids) for stored, output in again.unfinished()] == [(State.DECODE, (5, 6))]
-    assert again.next_epoch("x0", 0) == 2
+    assert again.claim_executor(lease, "x0", "here", inherited=False, at_least=0) == 2
     again.close()
 
 
-# ---- leases ----
-
-
-def test_a_lease_has_one_owner_until_it_runs_out(sql_ledger: SqlLedger) -> None:
-    lease = sql_ledger.acquire_lease("x0", "s1", lease_s=3600)
-    assert lease is not None
-    assert sql_ledger.acquire_lease("x0", "s2", lease_s=3600) is None
-    assert sql_ledger.renew_lease(lease, lease_s=0)
-    taken = sql_ledger.acquire_lease("x0", "s2", lease_s=3600)
-    assert taken is not None
-    assert taken.epoch > lease.epoch
-    assert not sql_ledger.renew_lease(lease, lease_s=3600)
-    sql_ledger.release_lease(lease)
-    assert sql_ledger.acquire_lease("x0", "s1", lease_s=3600) is None
-    sql_ledger.release_lease(taken)
-    again = sql_ledger.acquire_lease("x0", "s1", lease_s=3600, at_least=100)
-    assert again is not None
-    assert again.epoch == 100
-
-
-def test_the_owner_of_a_lease_gets_it_again_under_a_new_epoch(sql_ledger: SqlLedger) -> None:
-    first = sql_ledger.acquire_lease("x0", "s1", lease_s=3600)
-    second = sql_ledger.acquire_lease("x0", "s1", lease_s=3600)
-    assert first is not None
-    assert second is not None
-    assert second.epoch > first.epoch
-    with pytest.raises(LeaseLost):
-        sql_ledger.write([submission()], [first])
-
-
-def test_c74_a_scheduler_that_lost_its_lease_writes_nothing(url: str) -> None:
-    mine, theirs = open_ledger(url), open_ledger(url)
-    lease = mine.acquire_lease("x0", "s1", lease_s=0)
-    other = mine.acquire_lease("x1", "s1", lease_s=3600)
-    assert lease is not None
-    assert other is not None
-    assert mine.write([submission()], [lease, other]) == [Outcome.WRITTEN]
-    assert theirs.acquire_lease("x0", "s2", lease_s=3600) is not None
-    with pytest.raises(LeaseLost, match="executor x0: the lease of s1 under epoch 1 no longer holds"):
-        mine.write([prefill()], [other, lease])
-    stored = theirs.find("a")
-    assert stored is not None
-    assert stored.state is State.WAITING
-    assert mine.write([prefill()], [other]) == [Outcome.WRITTEN]
-    mine.close()
-    theirs.close()
+# ---- two schedulers ----
 
 
 def test_two_schedulers_move_one_request_once(url: str) -> None:

@@ -25,11 +25,11 @@ class GatedLedger(MemoryLedger):
         self.entered = threading.Event()
         self.batches: list[list[Record]] = []
 
-    def write(self, records: Sequence[Record], leases: Sequence[Lease] = ()) -> list[Outcome]:
+    def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         self.entered.set()
         assert self.gate.wait(30)
         self.batches.append(list(records))
-        return super().write(records, leases)
+        return super().write(records, lease)
 
 
 class FlakyLedger(MemoryLedger):
@@ -41,7 +41,7 @@ class FlakyLedger(MemoryLedger):
         self.failures_seen = 0
         self.refused = threading.Event()
 
-    def write(self, records: Sequence[Record], leases: Sequence[Lease] = ()) -> list[Outcome]:
+    def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         if self.failures:
             # Seen by the writer before the second refusal, at which this is set.
             if self.failures_seen:
@@ -49,7 +49,7 @@ class FlakyLedger(MemoryLedger):
             self.failures_seen += 1
             self.failures -= 1
             raise LedgerUnavailable("away")
-        return super().write(records, leases)
+        return super().write(records, lease)
 
 
 @pytest.fixture(autouse=True)

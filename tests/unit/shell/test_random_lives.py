@@ -14,7 +14,7 @@ import pytest
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import Attachment, Ended, IndexAhead, UnknownRequest
-from tokenmill_scheduler.recovery import recover
+from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.memory_ledger import MemoryLedger
 from tests.fakes.shell import Shell, output_of, request, settle
@@ -126,7 +126,7 @@ class World:
             await watcher.leave()
         self.shell = Shell.over(old.ledger, config=CONFIG)
         self.shell.writer.hold = True
-        await recover(self.shell.ledger, self.shell.loop)
+        take_up(self.shell.loop, tuple(self.shell.ledger.unfinished()))
         self.epoch += 1
         await self.shell.join(self.epoch)
         for watcher in self.watchers:

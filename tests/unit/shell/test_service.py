@@ -21,7 +21,7 @@ from tokenmill_scheduler.desk import (
     UnknownRequest,
 )
 from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable, RequestQuery
-from tokenmill_scheduler.recovery import recover
+from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.memory_ledger import MemoryLedger
 from tests.fakes.shell import GRACE_S, Shell, output_of, read_all, request, settle
@@ -353,7 +353,8 @@ async def test_c72_an_unfinished_request_is_taken_up_from_its_stored_tokens(shel
     told = shell.ledger.output("a").token_ids
     assert len(told) >= 2
     heir = Shell.over(shell.ledger)
-    assert await recover(heir.ledger, heir.loop) == 2
+    take_up(heir.loop, tuple(heir.ledger.unfinished()))
+    assert len(heir.loop.live) == 2
     attachments = {name: await heir.service.attach(name, index) for name, index in (("a", len(told)), ("b", 0))}
     await heir.join(epoch=2)
     await heir.run_out()
@@ -370,7 +371,7 @@ async def test_c40_a_lost_executors_requests_wait_and_finish_when_it_is_back(she
     shell.loop.lost(shell.loop.drives["played"], "killed")
     await settle()
     assert (await shell.service.status("a")).stored.state is State.PREEMPTED
-    assert "no executor serves" in shell.service.wait_reason("a")
+    assert "no executor serves" in (await shell.service.status("a")).wait_reason
     await shell.join(epoch=2)
     await shell.run_out()
     assert (await read_all(attachment))[0] == output_of(request("a", max_tokens=6))

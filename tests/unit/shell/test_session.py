@@ -13,6 +13,7 @@ import pytest
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill.executor.v1 import executor_pb2_grpc
 from tokenmill_scheduler.core.records import Blocks, Plan, Result
+from tokenmill_scheduler.ledger.port import ExecutorTaken
 from tokenmill_scheduler.link import FIRST_BACKOFF_S, MAX_BACKOFF_S, Backoff, ExecutorLink, Refused
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost
 from tokenmill_scheduler.wire import ExecutorFacts
@@ -257,6 +258,8 @@ class Owner:
         self.told: list[str] = []
         self.changed = asyncio.Event()
         self.epoch = EPOCH - 1
+        # Whether another scheduler on the same database drives the executor.
+        self.taken = False
 
     def claim(self, link: ExecutorLink, facts: ExecutorFacts) -> None:
         if self.epoch < 0:
@@ -264,7 +267,10 @@ class Owner:
 
     def unclaim(self, link: ExecutorLink) -> None: ...
 
-    async def next_epoch(self, name: str, at_least: int) -> int:
+    async def next_epoch(self, link: ExecutorLink, name: str, at_least: int) -> int:
+        if self.taken:
+            self._tell("taken")
+            raise ExecutorTaken("another drives it")
         self.epoch = max(self.epoch + 1, at_least)
         return self.epoch
 
@@ -281,8 +287,9 @@ class Owner:
     def lost(self, link: ExecutorLink, reason: str) -> None:
         self._tell(f"lost: {reason}")
 
-    def fenced(self, link: ExecutorLink, reason: str) -> None:
+    async def fenced(self, name: str, reason: str) -> bool:
         self._tell(f"fenced: {reason}")
+        return not self.taken
 
     def _tell(self, words: str) -> None:
         self.told.append(words)
@@ -316,16 +323,51 @@ async def test_a_link_connects_again_with_a_new_epoch_and_says_goodbye() -> None
     ]
 
 
-async def test_a_fenced_link_gives_up() -> None:
+async def fence(requests: AsyncIterator[pb.RunRequest], context: Any) -> None:
+    await welcome(requests, context)
+    await context.abort(grpc.StatusCode.ABORTED, "epoch 8")
+
+
+async def test_a_link_fenced_by_a_scheduler_of_another_database_gives_up() -> None:
+    owner = Owner()
+    async with scripted(fence) as (servicer, address):
+        await ExecutorLink(address, owner, PATIENT, 1 << 20).run()
+    assert owner.told == ["joined x in epoch 7", "fenced: epoch 8", "lost: epoch 8"]
+    assert servicer.runs == 1
+
+
+async def test_an_inherited_executor_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+
+    async def fenced(name: str, reason: str) -> bool:
+        owner.taken = True
+        return False
+
+    monkeypatch.setattr(owner, "fenced", fenced)
+    async with scripted(fence) as (servicer, address):
+        await ExecutorLink(address, owner, PATIENT, 1 << 20, inherited=True).run()
+    assert owner.told == ["joined x in epoch 7", "lost: epoch 8", "taken"]
+    assert servicer.runs == 1
+
+
+async def test_a_link_stands_by_while_another_scheduler_drives_and_hurries_when_told() -> None:
     async def script(requests: AsyncIterator[pb.RunRequest], context: Any) -> None:
         await welcome(requests, context)
-        await context.abort(grpc.StatusCode.ABORTED, "epoch 8")
+        assert (await anext(requests)).HasField("goodbye")
 
     owner = Owner()
+    owner.taken = True
     async with scripted(script) as (servicer, address):
-        await ExecutorLink(address, owner, PATIENT, 1 << 20).run()
-    assert owner.told == ["joined x in epoch 7", "fenced: epoch 8"]
-    assert servicer.runs == 1
+        link = ExecutorLink(address, owner, PATIENT, 1 << 20)
+        running = asyncio.create_task(link.run())
+        await owner.until(1)
+        assert servicer.runs == 0
+        owner.taken = False
+        link.hurry()
+        await owner.until(2)
+        link.leave()
+        await running
+    assert owner.told == ["taken", "joined x in epoch 7", "lost: goodbye"]
 
 
 def test_backoff_doubles_to_a_bound_with_jitter() -> None:

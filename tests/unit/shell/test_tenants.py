@@ -11,7 +11,7 @@ from tokenmill_scheduler.core.request import QUEUED, TERMINAL
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import TenantLimit
 from tokenmill_scheduler.ledger.port import LedgerUnavailable
-from tokenmill_scheduler.recovery import recover
+from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.tenants import TenantLimits, Usage, num_tokens
 
@@ -54,7 +54,7 @@ async def test_counts_follow_every_move(seed: int) -> None:
         for tenant in TENANTS:
             assert shell.loop.live.tenants.of(tenant) == counted(shell, names, tenant)
     restarted = Shell.over(ledger)
-    await recover(ledger, restarted.loop)
+    take_up(restarted.loop, tuple(ledger.unfinished()))
     for tenant in TENANTS:
         assert restarted.loop.live.tenants.of(tenant).requests == counted(shell, names, tenant).requests
     await shell.run_out()

@@ -1,0 +1,67 @@
+"""The part of the in-memory ledger that several schedulers share beside requests: leases, executors, commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenmill_scheduler.ledger.port import Command, ExecutorTaken, Lease, LeaseLost
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """An executor and who drives it."""
+
+    epoch: int
+    address: str
+    lease: int | None
+    inherited: bool
+
+
+@dataclass
+class MemoryLeases:
+    """`expires_s` is keyed by lease number; None: given up."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    expires_s: dict[int, float | None] = field(default_factory=dict)
+    executors: dict[str, Driven] = field(default_factory=dict)
+    commands: dict[int, Command] = field(default_factory=dict)
+    _last_number: int = 0
+
+    def number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def hold(self, lease: Lease) -> None:
+        if self.names.get(lease.number) != lease.scheduler:
+            raise LeaseLost(f"lease {lease.number} of scheduler {lease.scheduler} no longer holds")
+
+    def end(self, lease: Lease, fallen: Sequence[int]) -> list[int]:
+        """The leases that ended; what they had of executors and commands is dealt with."""
+        self.hold(lease)
+        ended = [number for number in fallen if number in self.names and number != lease.number]
+        former = [number for number in ended if self.names[number] == lease.scheduler]
+        for number in ended:
+            del self.names[number], self.expires_s[number]
+        self.commands = {number: command for number, command in self.commands.items() if command.lease not in ended}
+        for name, driven in self.executors.items():
+            if driven.lease in former and not driven.inherited:
+                self.executors[name] = Driven(driven.epoch, driven.address, None, inherited=False)
+        return ended
+
+    def inherit(self, lease: Lease, ended: Sequence[int]) -> tuple[tuple[str, str], ...]:
+        inherited = sorted(name for name, driven in self.executors.items() if driven.lease in ended)
+        for name in inherited:
+            driven = self.executors[name]
+            self.executors[name] = Driven(driven.epoch, driven.address, lease.number, inherited=True)
+        return tuple((name, self.executors[name].address) for name in inherited)
+
+    def claim(self, lease: Lease, executor: str, address: str, inherited: bool, at_least: int) -> int:
+        self.hold(lease)
+        driven = self.executors.get(executor, Driven(0, "", None, inherited=False))
+        if driven.lease in self.names and driven.lease != lease.number and (inherited or not driven.inherited):
+            assert driven.lease is not None
+            raise ExecutorTaken(f"scheduler {self.names[driven.lease]} drives executor {executor}")
+        epoch = max(driven.epoch + 1, at_least)
+        self.executors[executor] = Driven(epoch, address, lease.number, inherited)
+        return epoch

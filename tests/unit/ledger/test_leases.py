@@ -1,0 +1,168 @@
+"""Leases, what passes with them, and commands between schedulers: one contract for all ledgers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.ledger import leases, store
+from tokenmill_scheduler.ledger.port import Command, Estate, ExecutorTaken, LeaseLost, Ledger, Outcome, Verb
+from tokenmill_scheduler.ledger.sql import open_ledger
+
+from tests.fakes.ledger_records import decode, prefill, run_to_decode, run_to_end, submission, tokens
+
+LONG_S = 3600.0
+
+
+def test_a_lease_runs_out_by_the_ledgers_clock_and_can_be_renewed(ledger: Ledger) -> None:
+    one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", 0)
+    assert one.number < other.number
+    assert [(status.lease, status.expired, status.given_up) for status in ledger.leases()] == [
+        (one, False, False),
+        (other, True, False),
+    ]
+    ledger.renew_lease(other, LONG_S)
+    assert not any(status.expired for status in ledger.leases())
+    ledger.give_up_lease(one)
+    with pytest.raises(LeaseLost):
+        ledger.renew_lease(one, LONG_S)
+    assert [(status.expired, status.given_up) for status in ledger.leases()] == [(True, True), (False, False)]
+
+
+def test_c74_a_scheduler_that_lost_its_lease_writes_nothing(ledger: Ledger) -> None:
+    stalled, heir = ledger.take_lease("s1", 0), ledger.take_lease("s2", LONG_S)
+    assert ledger.write([submission()], stalled) == [Outcome.WRITTEN], "run out, but nobody has taken over"
+    ledger.take_over(heir, [stalled.number])
+    with pytest.raises(LeaseLost, match=f"lease {stalled.number} of scheduler s1 no longer holds"):
+        ledger.write([prefill()], stalled)
+    with pytest.raises(LeaseLost):
+        ledger.renew_lease(stalled, LONG_S)
+    with pytest.raises(LeaseLost):
+        ledger.take_over(stalled, [heir.number])
+    with pytest.raises(LeaseLost):
+        ledger.claim_executor(stalled, "x0", "here", inherited=False, at_least=0)
+    stored = ledger.find("a")
+    assert stored is not None
+    assert stored.state is State.WAITING
+    assert ledger.write([prefill()], heir) == [Outcome.WRITTEN]
+
+
+def test_requests_belong_to_the_lease_that_wrote_them_until_another_takes_over(ledger: Ledger) -> None:
+    ledger.write([submission("orphan", arrival_s=50.0)])
+    mine, theirs, third = (ledger.take_lease(name, LONG_S) for name in ("s1", "s2", "s3"))
+    ledger.write([submission("mine")], mine)
+    ledger.write([submission("theirs"), prefill("theirs"), decode("theirs"), tokens("theirs", 0, 5, 6)], theirs)
+    ledger.write([submission("ended"), prefill("ended"), decode("ended")], theirs)
+    run_to_end(ledger, "done")
+    ledger.write([submission("third")], third)
+    stored = ledger.find("theirs")
+    assert stored is not None
+    assert (stored.lease, stored.scheduler) == (theirs.number, "s2")
+    estate = ledger.take_over(mine, [theirs.number, 999])
+    assert [(stored.request.request_id, stored.state, output.token_ids) for stored, output in estate.requests] == [
+        ("orphan", State.WAITING, ()),
+        ("theirs", State.DECODE, (5, 6)),
+        ("ended", State.DECODE, ()),
+    ]
+    assert {(stored.lease, stored.scheduler) for stored, _ in estate.requests} == {(mine.number, "s1")}
+    owners = {stored.request.request_id: stored.scheduler for stored, _ in ledger.unfinished()}
+    assert owners == {"orphan": "s1", "mine": "s1", "theirs": "s1", "ended": "s1", "third": "s3"}
+    assert ledger.take_over(mine, [theirs.number]).requests == (), "once"
+
+
+def test_whoever_moves_a_request_has_it(ledger: Ledger) -> None:
+    one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", LONG_S)
+    ledger.write([submission()], one)
+    ledger.write([prefill()], other)
+    stored = ledger.find("a")
+    assert stored is not None
+    assert stored.scheduler == "s2"
+
+
+def test_epochs_are_never_given_twice(ledger: Ledger) -> None:
+    lease = ledger.take_lease("s1", LONG_S)
+
+    def claim(executor: str, at_least: int) -> int:
+        return ledger.claim_executor(lease, executor, "here", inherited=False, at_least=at_least)
+
+    assert [claim("x0", 0), claim("x0", 0), claim("x0", 41), claim("x0", 7), claim("x1", 5)] == [1, 2, 41, 42, 5]
+
+
+def test_c74_one_scheduler_drives_an_executor(ledger: Ledger) -> None:
+    one, other = ledger.take_lease("s1", 0), ledger.take_lease("s2", LONG_S)
+    assert ledger.claim_executor(one, "x0", "here", inherited=False, at_least=0) == 1
+    for inherited in (False, True):
+        with pytest.raises(ExecutorTaken, match="scheduler s1 drives executor x0"):
+            ledger.claim_executor(other, "x0", "here", inherited=inherited, at_least=0)
+    assert (ledger.has_executor(one, "x0"), ledger.has_executor(other, "x0")) == (True, False)
+    assert ledger.take_over(other, [one.number]).executors == (("x0", "here"),)
+    assert ledger.has_executor(other, "x0")
+    assert ledger.claim_executor(other, "x0", "here", inherited=True, at_least=0) > 1
+
+
+def test_an_inherited_executor_goes_back_to_a_scheduler_that_was_told_of_it(ledger: Ledger) -> None:
+    first, heir = ledger.take_lease("s1", 0), ledger.take_lease("s2", LONG_S)
+    ledger.claim_executor(first, "x0", "here", inherited=False, at_least=0)
+    ledger.take_over(heir, [first.number])
+    back = ledger.take_lease("s1", LONG_S)
+    ledger.claim_executor(back, "x0", "here", inherited=False, at_least=0)
+    assert not ledger.has_executor(heir, "x0")
+    with pytest.raises(ExecutorTaken):
+        ledger.claim_executor(heir, "x0", "here", inherited=True, at_least=0)
+
+
+def test_a_scheduler_come_again_drives_what_it_is_told_to_and_what_it_had_inherited(ledger: Ledger) -> None:
+    gone, former = ledger.take_lease("s1", 0), ledger.take_lease("s2", LONG_S)
+    ledger.claim_executor(gone, "inherited", "there", inherited=False, at_least=0)
+    ledger.claim_executor(former, "told", "here", inherited=False, at_least=0)
+    ledger.take_over(former, [gone.number])
+    again = ledger.take_lease("s2", LONG_S)
+    assert ledger.take_over(again, [former.number]).executors == (("inherited", "there"),)
+    assert not ledger.has_executor(again, "told")
+
+
+def test_commands_reach_the_scheduler_they_are_for(ledger: Ledger) -> None:
+    one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", LONG_S)
+    cancel = Command(one.number, "a", Verb.CANCEL, "not needed")
+    update = Command(one.number, "a", Verb.UPDATE, priority=3, deadline_s=7.5)
+    elsewhere = Command(other.number, "b", Verb.READ)
+    first, second, third = ledger.send([cancel, update, elsewhere])
+    assert ledger.received(one) == ((first, cancel), (second, update))
+    ledger.settle([first])
+    assert ledger.pending([first, second, third]) == {second, third}
+    ledger.take_over(other, [one.number])
+    assert ledger.pending([first, second, third]) == {third}, "those for a fallen scheduler fall with it"
+
+
+def test_progress_tells_what_has_grown_or_ended(ledger: Ledger) -> None:
+    for name in ("still", "grown", "long"):
+        run_to_decode(ledger, name)
+    ledger.write([tokens("still", 0, 5), tokens("grown", 0, 5, 6, 7), tokens("long", 0, *range(100))])
+    ledger.write([tokens("long", 100, *range(100, 170))])
+    run_to_end(ledger, "ended")
+    progress = ledger.progress({"still": 1, "grown": 1, "long": 60, "ended": 3, "nobody": 0})
+    assert sorted(progress) == ["ended", "grown", "long"]
+    assert (progress["grown"][1].first_index, progress["grown"][1].token_ids) == (1, (6, 7))
+    assert progress["long"][1].token_ids == tuple(range(60, 170))
+    assert (progress["ended"][0].state, progress["ended"][1].token_ids) == (State.DONE, ())
+
+
+def test_a_takeover_waits_for_the_write_under_way_and_a_renewal_does_not(postgres_url: str) -> None:
+    mine, theirs = open_ledger(postgres_url, durable=False), open_ledger(postgres_url, durable=False)
+    fallen, heir = theirs.take_lease("s1", 0), mine.take_lease("s2", LONG_S)
+    with theirs._engines.write.connect() as connection, connection.begin():
+        leases.hold(connection, fallen)
+        store.write(connection, theirs._statements, [submission()], fallen.number)
+        theirs.renew_lease(fallen, 0)
+        adopted: list[str] = []
+        taking = threading.Thread(target=lambda: adopted.extend(ids_of(mine.take_over(heir, [fallen.number]))))
+        taking.start()
+    taking.join(30)
+    assert adopted == ["a"], "what was written before the takeover is taken over"
+    mine.close()
+    theirs.close()
+
+
+def ids_of(estate: Estate) -> list[str]:
+    return [stored.request.request_id for stored, _ in estate.requests]
