@@ -219,6 +219,11 @@ class Scheduler:
         return self._room.wait_reason(live)
 
     @property
+    def paused(self) -> str:
+        """Why the queue is; empty when it is not."""
+        return self._roster.paused
+
+    @property
     def counters(self) -> Counters:
         """Live: copy what you keep."""
         return self._roster.counters

@@ -1,0 +1,123 @@
+"""What operators hold back (the queue, executors) and the record of what they did: implements `desk.OperatorDesk`.
+
+A hold is in the ledger and outlives every scheduler; each scheduler on the database looks now and then and does as it says.
+Must not know: protobuf, SQL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core.records import Event
+from tokenmill_scheduler.desk import ExecutorStatus, Unavailable, UnknownExecutor
+from tokenmill_scheduler.ledger.port import Action, ActionPage, ActionQuery, ActionVerb, Hold, Ledger, LedgerUnavailable
+from tokenmill_scheduler.loop import Loop
+
+LOOK_INTERVAL_S = 2.0
+RETRY_DELAY_S = 1.0
+# A hold's target: an executor's name, or the queue.
+QUEUE = ""
+
+
+class Operators:
+    """`check_open` raises Unavailable while nothing can be changed."""
+
+    def __init__(self, loop: Loop, ledger: Ledger, check_open: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ledger = ledger
+        self._check_open = check_open
+        self._holds: dict[str, Hold] = {}
+        # Our own changes: what was read before the last of them was durable is out of date.
+        self._begun = self._durable = 0
+
+    # ---- OperatorDesk ----------------------------------------------------------------------------------------------------------
+
+    async def pause_queue(self, actor: str, reason: str) -> bool:
+        return await self._begin(QUEUE, ActionVerb.PAUSE_QUEUE, actor, reason)
+
+    async def resume_queue(self, actor: str, reason: str) -> bool:
+        return await self._end(QUEUE, ActionVerb.RESUME_QUEUE, actor, reason)
+
+    async def drain_executor(self, name: str, actor: str, reason: str) -> ExecutorStatus:
+        self._executor(name)
+        await self._begin(name, ActionVerb.DRAIN_EXECUTOR, actor, reason)
+        return self._executor(name)
+
+    async def undrain_executor(self, name: str, actor: str, reason: str) -> ExecutorStatus:
+        self._executor(name)
+        await self._end(name, ActionVerb.UNDRAIN_EXECUTOR, actor, reason)
+        return self._executor(name)
+
+    async def actions(self, query: ActionQuery) -> ActionPage:
+        try:
+            return await asyncio.to_thread(self._ledger.actions, query)
+        except LedgerUnavailable as error:
+            raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error
+
+    # ---- holds -----------------------------------------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Does as the ledger says. Raises LedgerUnavailable."""
+        begun, settled = self._begun, self._begun == self._durable
+        stored = {hold.target: hold for hold in await asyncio.to_thread(self._ledger.holds)}
+        if not settled or begun != self._begun:
+            return
+        for target in [target for target in self._holds if target not in stored]:
+            del self._holds[target]
+            self._loop.handle(_released(target))
+        for target, hold in stored.items():
+            if self._holds.get(target) != hold:
+                self._holds[target] = hold
+                self._loop.handle(_held(hold))
+
+    async def watch(self) -> None:
+        """Until cancelled: what was changed through another scheduler of this database holds here too."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            try:
+                await self.refresh()
+            except LedgerUnavailable:
+                # The writer tells of it.
+                continue
+
+    async def _begin(self, target: str, verb: ActionVerb, actor: str, reason: str) -> bool:
+        """False when it was on hold already: it stays as it is."""
+        self._check_open()
+        if target in self._holds:
+            return False
+        hold = Hold(target, actor, reason, self._loop.clock())
+        self._holds[target] = hold
+        await self._change(_held(hold), Action(hold.at_s, actor, verb, target, reason))
+        return True
+
+    async def _end(self, target: str, verb: ActionVerb, actor: str, reason: str) -> bool:
+        """False when it was not on hold."""
+        self._check_open()
+        if self._holds.pop(target, None) is None:
+            return False
+        await self._change(_released(target), Action(self._loop.clock(), actor, verb, target, reason))
+        return True
+
+    async def _change(self, event: Event, action: Action) -> None:
+        """Returns once it is durable."""
+        self._begun += 1
+        self._loop.handle(event, action)
+        await self._loop.durable()
+        self._durable += 1
+
+    def _executor(self, name: str) -> ExecutorStatus:
+        for executor in self._loop.executors():
+            if executor.name == name:
+                return executor
+        raise UnknownExecutor(f"no executor {name} has joined")
+
+
+def _held(hold: Hold) -> Event:
+    why = f"by {hold.actor}: {hold.reason}" if hold.reason else f"by {hold.actor}"
+    return core.QueuePaused(why) if hold.target == QUEUE else core.ExecutorDrained(hold.target, why)
+
+
+def _released(target: str) -> Event:
+    return core.QueueResumed() if target == QUEUE else core.ExecutorUndrained(target)
