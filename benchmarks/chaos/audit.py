@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from tokenmill_scheduler.core.request import TERMINAL, TRANSITIONS, State
 
-from benchmarks.chaos.sent import Sent
+from benchmarks.chaos.sent import GIVEN_UP, Sent
 
 QUARANTINED = "quarantined"
 
@@ -88,7 +88,7 @@ def _judge_life(sent: Sent, stored: Stored) -> Iterator[tuple[str, str]]:
         yield "hanging", f"it is {stored.state} in the database"
     elif stored.state not in _rightful_ends(sent, stored):
         yield "ended wrongly", f"it is {stored.state}: {stored.moves[-1].reason}"
-    if sent.ended not in ("", "error", stored.state):
+    if sent.ended not in ("", GIVEN_UP, stored.state):
         yield "ended wrongly", f"its client was told {sent.ended}, it is {stored.state} in the database"
 
 

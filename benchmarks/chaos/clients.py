@@ -112,7 +112,7 @@ class Visit:
     def _fail(self, error: TokenmillError) -> None:
         """No client should ever see this; the request is given up."""
         self._sent.errors.append(f"{type(error).__name__}: {error}")
-        self._sent.end("error", self._clock())
+        self._sent.give_up(self._clock())
 
     def _some(self) -> int:
         return self._rng.randrange(1, self._sent.ask.max_tokens)

@@ -19,8 +19,9 @@ class Target(StrEnum):
 
 
 class Action(StrEnum):
-    # Of processes: SIGKILL, later started again; SIGSTOP, later SIGCONT; a write lock that another process holds.
+    # Of processes: SIGKILL and SIGTERM, later started again; SIGSTOP, later SIGCONT; a write lock that another process holds.
     KILLED = "killed"
+    TOLD_TO_END = "told to end"
     STOPPED = "stopped"
     LOCKED = "locked"
     # Of connections: reset; nothing passes for a while; every chunk is late.
@@ -32,6 +33,7 @@ class Action(StrEnum):
 # The least and most seconds that one lasts. Stops and cuts are now shorter, now longer than the heartbeat timeout.
 _LASTS_S = {
     Action.KILLED: (0.0, 1.5),
+    Action.TOLD_TO_END: (0.0, 1.5),
     Action.STOPPED: (0.2, 4.0),
     Action.LOCKED: (0.2, 7.0),
     Action.RESET: (0.0, 0.0),
@@ -43,8 +45,10 @@ Kind = tuple[Target, Action]
 
 _ANYWHERE: tuple[Kind, ...] = (
     (Target.SCHEDULER, Action.KILLED),
+    (Target.SCHEDULER, Action.TOLD_TO_END),
     (Target.SCHEDULER, Action.STOPPED),
     (Target.EXECUTOR, Action.KILLED),
+    (Target.EXECUTOR, Action.TOLD_TO_END),
     (Target.EXECUTOR, Action.STOPPED),
     (Target.CLIENT, Action.KILLED),
     *((link, action) for link in (Target.CLIENT_LINK, Target.EXECUTOR_LINK) for action in (Action.RESET, Action.CUT_OFF)),

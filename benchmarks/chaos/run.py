@@ -65,6 +65,7 @@ async def run(options: Options, watch: Watch | None = None) -> Outcome:
             await system.start()
             clients = Clients(system.address, options.seed, options.streams, options.max_tokens, book)
             working = asyncio.create_task(clients.run())
+            await _first_tokens(options, book)
             await _befall(options, system, book)
             over_s = clock()
             clients.leave()
@@ -82,6 +83,13 @@ async def run(options: Options, watch: Watch | None = None) -> Outcome:
             violations.append(Violation("not idle", "", trouble))
         logs = {path.stem: path.read_text(errors="replace") for path in sorted(processes.folder.glob("*.log"))}
         return Outcome(options, book, system.befell, violations, stored, clock(), settled_s, logs)
+
+
+async def _first_tokens(options: Options, book: Book) -> None:
+    """Until every client is being served: faults are to strike streams, not queues alone."""
+    async with asyncio.timeout(SETTLE_LIMIT_S):
+        while sum(bool(sent.tokens) for sent in book.requests) < options.streams:  # noqa: ASYNC110 (for one look at the start)
+            await asyncio.sleep(_LOOK_S)
 
 
 async def _befall(options: Options, system: System, book: Book) -> None:

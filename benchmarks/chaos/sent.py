@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from tokenmill_executor.simulated import prompt_digest, simulated_token
 
+# How a request stands whose client was told what no client should be told.
+GIVEN_UP = "given up"
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -62,6 +65,9 @@ class Sent:
     def end(self, state: str, now_s: float) -> None:
         self.accepted = True
         self.ended, self.ended_s = state, now_s
+
+    def give_up(self, now_s: float) -> None:
+        self.ended, self.ended_s = GIVEN_UP, now_s
 
 
 @dataclass

@@ -27,7 +27,10 @@ from tests.fakes.processes import Processes, ServiceProcess
 EXECUTORS = 2
 # Few sequences and few blocks: requests wait and are preempted also when nothing is broken.
 _EXECUTOR_FLAGS = ("--simulated-step-ms", "5", "--num-gpu-blocks-override", "200")
-_SCHEDULER_FLAGS = ("--max-num-seqs", "9", "--heartbeat-timeout", "2", "--step-timeout", "4", "--reattach-grace", "10")
+_SCHEDULER_FLAGS = (
+    *("--max-num-seqs", "9", "--reattach-grace", "10", "--grace-period", "3"),
+    *("--heartbeat-timeout", "2", "--step-timeout", "4"),
+)
 _SLOW_S = 0.05
 _WATCH_S = 0.1
 _IDLE_LIMIT_S = 30.0
@@ -124,8 +127,8 @@ class System:
     async def _strike(self, victim: Victim, fault: Fault) -> None:
         async with self._locks[id(victim)]:
             from_s = self._clock()
-            if fault.action is Action.KILLED:
-                await asyncio.to_thread(victim.kill)
+            if fault.action in (Action.KILLED, Action.TOLD_TO_END):
+                await asyncio.to_thread(victim.kill if fault.action is Action.KILLED else victim.end)
                 await asyncio.sleep(fault.lasts_s)
                 await asyncio.to_thread(victim.start)
             else:

@@ -19,13 +19,17 @@ from tests.fakes.processes import Processes, ServiceProcess
 
 START_LIMIT_S = 120.0
 _RESTART_PAUSE_S = 0.2
+_LAST_WORDS_CHARS = 4_000
 
 
 class Victim(Protocol):
     def kill(self) -> None: ...
 
+    def end(self) -> None:
+        """By SIGTERM, in good order."""
+
     def start(self) -> None:
-        """Again, after `kill`; returns when it serves."""
+        """Again; returns when it serves."""
 
     def stop(self) -> None: ...
 
@@ -47,6 +51,12 @@ class Service:
         assert self._process is not None
         if self._process.runs:
             self._process.kill()
+        self._process = None
+
+    def end(self) -> None:
+        assert self._process is not None
+        if self._process.runs and (code := self._process.stop()) != 0:
+            self._keep_last_words(f"{self.name} ended with {code} when it was told to", self._process)
         self._process = None
 
     def start(self) -> None:
@@ -71,9 +81,12 @@ class Service:
         """Starts it again if it has ended by itself, and keeps its last words."""
         process = self._process
         if process is not None and not process.runs:
-            self.crashes.append(f"{self.name} ended by itself with {process.wait()}:\n{process.log.read_text()[-4000:]}")
+            self._keep_last_words(f"{self.name} ended by itself with {process.wait()}", process)
             self._process = None
             self.start()
+
+    def _keep_last_words(self, what: str, process: ServiceProcess) -> None:
+        self.crashes.append(f"{what}:\n{process.log.read_text()[-_LAST_WORDS_CHARS:]}")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.runs:
@@ -93,8 +106,7 @@ class SqliteDatabase:
     def kill(self) -> None:
         raise NotImplementedError
 
-    def start(self) -> None:
-        raise NotImplementedError
+    end = start = kill
 
     def stop(self) -> None:
         """Waits for the lock as long as any writer would."""
@@ -118,6 +130,9 @@ class PostgresDatabase:
         self._name = server.create_database()
         self.url = server.url(self._name)
         self.kill, self.start = server.kill, server.start
+
+    def end(self) -> None:
+        raise NotImplementedError
 
     @property
     def socket(self) -> str:
