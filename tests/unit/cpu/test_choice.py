@@ -1,0 +1,140 @@
+"""When the kernels are chosen, when torch runs the model instead, and what the log and the operator are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from tokenizers import Tokenizer, models
+from tokenmill_executor.cpu import choice as choice_module
+from tokenmill_executor.cpu.build import INSTRUCTION_SETS, BuildFailed, build
+from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels
+from tokenmill_executor.cpu.library import REQUIRED_FLAGS, best_instruction_set, processor_flags
+from tokenmill_executor.cpu.memory import HugeArena
+from tokenmill_executor.cpu.model import CpuModel
+from tokenmill_executor.cpu.support import supports
+from tokenmill_executor.model import load_runner
+from tokenmill_executor.model.config import ModelError
+from tokenmill_executor.model.decoder import Decoder
+
+from tests.fakes.models import random_model
+from tests.unit.cpu.small_models import cpu_model, make_batch, needs_kernels, random_tensors, small_config
+
+PLAIN = CpuChoice(max_model_len=64, block_size=16, quantization=None, kv_cache_dtype="auto")
+
+
+@needs_kernels
+def test_a_supported_model_gets_the_kernels() -> None:
+    config = small_config()
+    assert isinstance(choose_kernels(config, random_tensors(config), PLAIN), CpuModel)
+
+
+def test_another_block_size_falls_back_and_says_so_once() -> None:
+    with structlog.testing.capture_logs() as logs:
+        assert choose_kernels(small_config(), {}, CpuChoice(64, 32, None, "auto")) is None
+    assert [line["event"] for line in logs] == ["cpu_kernels_unused"]
+
+
+def test_missing_kernels_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "available", lambda: "not built")
+    with structlog.testing.capture_logs() as logs:
+        assert choose_kernels(small_config(), {}, PLAIN) is None
+    assert logs[0]["reason"] == "not built"
+
+
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("int8", "auto"), (None, "int8")])
+def test_int8_without_kernels_is_an_error(quantization: str | None, kv_cache_dtype: str) -> None:
+    with pytest.raises(ModelError, match="blocks of 16"):
+        choose_kernels(small_config(), {}, CpuChoice(64, 8, quantization, kv_cache_dtype))
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantization", "reason"),
+    [
+        ({"head_dim": 72}, None, "head size of 72"),
+        ({"head_dim": 272}, None, "head size of 272"),
+        ({"num_heads": 65, "num_kv_heads": 1}, None, "more than 64"),
+        ({"hidden_size": 96}, "int8", "multiples of 64"),
+        ({"intermediate_size": 33}, None, "multiples of 2"),
+    ],
+)
+def test_shapes_without_kernels(changes: dict[str, object], quantization: str | None, reason: str) -> None:
+    assert reason in str(supports(small_config(**changes), quantization=quantization))
+
+
+def test_the_best_instruction_set_of_a_processor() -> None:
+    assert best_instruction_set(frozenset(REQUIRED_FLAGS["avx512"] | REQUIRED_FLAGS["avx2"])) == "avx512"
+    assert best_instruction_set(frozenset(REQUIRED_FLAGS["avx512"] - {"avx512_bf16"} | REQUIRED_FLAGS["avx2"])) == "avx2"
+    assert best_instruction_set(frozenset({"sse2"})) is None
+    assert set(REQUIRED_FLAGS) == set(INSTRUCTION_SETS)
+
+
+def test_a_machine_without_cpuinfo_has_no_flags() -> None:
+    assert processor_flags("/no/such/file") == frozenset()
+
+
+def test_no_compiler_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildFailed, match=r"no g\+\+"):
+        build()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that int8 kernels can run too."""
+    folder = tmp_path_factory.mktemp("model")
+    random_model("llama", hidden_size=192, intermediate_size=192).save_pretrained(folder)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("settings", "kind", "dtype"),
+    [
+        ({"dtype": "auto"}, Decoder, "float32"),
+        ({"dtype": "bfloat16"}, CpuModel, "bfloat16"),
+        ({"dtype": "bfloat16", "block_size": 32}, Decoder, "bfloat16"),
+        ({"quantization": "int8"}, CpuModel, "bfloat16"),
+        ({"kv_cache_dtype": "int8"}, CpuModel, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_settings_decide_what_runs_a_model(folder: Path, settings: dict[str, Any], kind: type, dtype: str) -> None:
+    runner = load_runner(folder, device="cpu", **settings)
+    assert type(runner._model) is kind
+    assert runner.description.dtype == dtype
+
+
+def test_int8_in_float32_is_an_operators_mistake(folder: Path) -> None:
+    with pytest.raises(ModelError, match="choose the device cpu and the dtype bfloat16"):
+        load_runner(folder, device="cpu", dtype="float32", quantization="int8")
+
+
+@needs_kernels
+def test_a_step_before_allocate_is_refused() -> None:
+    config = small_config()
+    model = CpuModel(config, random_tensors(config), max_model_len=64)
+    with pytest.raises(RuntimeError, match="allocate"):
+        model.forward(make_batch([([1], 1, [0])]))
+
+
+@needs_kernels
+def test_unknown_quantisation_is_refused() -> None:
+    config = small_config()
+    with pytest.raises(ValueError, match="no kernels for quantization fp4"):
+        cpu_model(config, random_tensors(config), quantization="fp4")
+
+
+def test_an_arena_hands_out_aligned_zeros_until_it_is_used_up() -> None:
+    arena = HugeArena(192)
+    first, second = arena.take((3,), torch.uint8), arena.take((2, 8), torch.float32)
+    assert second.shape == (2, 8)
+    assert not first.any()
+    assert not second.any()
+    assert (second.data_ptr() - first.data_ptr()) == 64
+    with pytest.raises(MemoryError):
+        arena.take((65,), torch.uint8)
