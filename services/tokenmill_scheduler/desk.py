@@ -210,7 +210,7 @@ class Desk(Protocol):
         """Returns once it is durable. `actor` is the operator who does it, empty for the client. Raises UnknownRequest."""
 
     async def update(
-        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str, actor: str
+        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
         """Returns once it is durable. Raises UnknownRequest, RequestEnded."""
 
@@ -241,7 +241,7 @@ class Desk(Protocol):
 
 
 class OperatorDesk(Protocol):
-    """What operators hold back, and the record of what they did. Changes return once they are durable; all may raise Unavailable."""
+    """What operators hold back, and the record of what they did. A change returns once it is durable; all may raise Unavailable."""
 
     async def pause_queue(self, actor: str, reason: str) -> bool:
         """False when it was paused already."""

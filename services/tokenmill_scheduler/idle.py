@@ -21,7 +21,10 @@ class _Seen:
 
 
 class IdleClients:
-    """A request's client is idle when none of its readers waits for more and none has taken anything for `timeout_s` (0: never)."""
+    """A request's client is idle when none of its readers waits for more and none has taken anything for `timeout_s` (0: never).
+
+    One that is read through another scheduler too is left alone.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -37,7 +40,7 @@ class IdleClients:
         if not self._timeout_s or now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + self._timeout_s / _LOOKS_A_TIMEOUT
-        busy = {request_id: live.feed for request_id, live in attended.items() if not live.feed.waiting}
+        busy = {request_id: live.feed for request_id, live in attended.items() if not live.feed.waiting and not live.read_elsewhere}
         self._seen = {request_id: self._look(request_id, feed.takes, now_s) for request_id, feed in busy.items()}
         return [request_id for request_id, seen in self._seen.items() if now_s - seen.since_s >= self._timeout_s]
 

@@ -78,8 +78,8 @@ class Loop:
         writer: RecordWriter,
         text_model: Callable[[str], TextModel],
         orphan_grace_s: float,
-        idle_clients: IdleClients | None = None,
         clock: Callable[[], float] | None = None,
+        idle_clients: IdleClients | None = None,
     ) -> None:
         """`text_model` gives the text side of a model by name; a result of that model only comes once it is known."""
         self.clock = clock or UnixClock()

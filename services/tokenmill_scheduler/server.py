@@ -75,7 +75,7 @@ class SchedulerServer:
             self._writer,
             lambda model: self._models.find(model).text,
             settings.reattach_grace_s,
-            IdleClients(settings.idle_client_timeout_s),
+            idle_clients=IdleClients(settings.idle_client_timeout_s),
         )
         self._health = Health(SERVICES, self._not_ready, self._not_alive)
         self.executors = Executors(

@@ -232,7 +232,7 @@ class Service:
         return Cancellation(after.state, already_ended=after.state is not State.CANCELLED)
 
     async def update(
-        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str, actor: str
+        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
         found = await self._look_up(request_id)
         detail = "; ".join(_changes(found.request, priority, deadline_s))

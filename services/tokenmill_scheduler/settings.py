@@ -357,7 +357,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--idle-client-timeout": {
             "type": _duration,
             "default": 300.0,
-            "help": "a request that is not detached expires when its client is connected and reads nothing for this long, in seconds; "
+            "help": "a request that is not detached expires when its client is there and reads nothing for this long, in seconds; "
             "0: never",
         },
     },

@@ -27,6 +27,7 @@ from tokenmill_scheduler.desk import (
     QueueFull,
     RequestEnded,
     RequestExists,
+    RequestNotFailed,
     RequestStatus,
     ServedModel,
     Submitted,
@@ -81,6 +82,8 @@ class FakeDesk:
         self.queue_limit = queue_limit
         self.open_streams = 0
         self.shutting_down = False
+        # (verb, request id, reason, actor) of each.
+        self.changes: list[tuple[str, str, str, str]] = []
         self._clock = count(1_700_000_000)
         self._changed = asyncio.Event()
 
@@ -146,19 +149,23 @@ class FakeDesk:
             raise IndexAhead(f"{request_id} has {len(entry.tokens)} tokens")
         return Attachment(entry.request, tuple(entry.tokens[:next_index]), FakeChunks(self, entry, next_index))
 
-    async def cancel(self, request_id: str, reason: str) -> Cancellation:
+    async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
         await asyncio.sleep(0)
         entry = self._entry(request_id)
         if entry.ended is not None:
             return Cancellation(entry.state, already_ended=True)
+        self.changes.append(("cancel", request_id, reason, actor))
         self._end(entry, State.CANCELLED, FinishReason.CANCELLED, reason)
         self._wake(entry)
         return Cancellation(entry.state, already_ended=False)
 
-    async def update(self, request_id: str, priority: int | None, deadline_s: float | None) -> RequestStatus:
+    async def update(
+        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
+    ) -> RequestStatus:
         entry = self._entry(request_id)
         if entry.ended is not None:
             raise RequestEnded(f"{request_id} has ended")
+        self.changes.append(("update", request_id, reason, actor))
         request = entry.request
         entry.request = replace(
             request,
@@ -166,6 +173,13 @@ class FakeDesk:
             deadline_s=request.deadline_s if deadline_s is None else deadline_s,
         )
         return await self.status(request_id)
+
+    async def retry(self, request_id: str, new_request_id: str, reason: str, actor: str) -> None:
+        entry = self._entry(request_id)
+        if entry.state is not State.FAILED:
+            raise RequestNotFailed(f"{request_id} is {entry.state}")
+        self.changes.append(("retry", request_id, reason, actor))
+        await self.submit(replace(entry.request, request_id=new_request_id, retry_of=request_id), entry.digest)
 
     async def status(self, request_id: str) -> RequestStatus:
         return RequestStatus(self._stored(self._entry(request_id)), self._wait_reason(request_id))
@@ -181,6 +195,8 @@ class FakeDesk:
             raise ValueError("no page token of this desk")
         rows = list(enumerate(self.entries.values()))
         rows = rows if query.oldest_first else rows[::-1]
+        if query.by_priority:
+            rows.sort(key=lambda row: -row[1].request.priority)
         if query.page_token:
             last = int(query.page_token.removeprefix("after-"))
             rows = [row for row in rows if (row[0] > last) == query.oldest_first and row[0] != last]
@@ -308,4 +324,6 @@ def _matches(stored: StoredRequest, query: RequestQuery) -> bool:
         and query.model in ("", request.model)
         and (query.min_priority is None or request.priority >= query.min_priority)
         and (query.max_priority is None or request.priority <= query.max_priority)
+        and (not query.lanes or request.lane in query.lanes)
+        and (query.arrived_before_s is None or request.arrival_s <= query.arrived_before_s)
     )

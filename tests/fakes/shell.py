@@ -16,7 +16,8 @@ from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.desk import Attachment, Ended, Submitted
 from tokenmill_scheduler.drive import Drive
-from tokenmill_scheduler.ledger.port import Ledger, LedgerUnavailable, Outcome, Record, Submission
+from tokenmill_scheduler.idle import IdleClients
+from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable, Outcome, Record, Submission
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.pacing import Pacer
@@ -52,6 +53,7 @@ class HeldWriter:
     def __init__(self, ledger: Ledger, hold: bool = False) -> None:
         self.ledger = ledger
         self.hold = hold
+        self.lease: Lease | None = None
         self.saturated = False
         self.outage: LedgerUnavailable | None = None
         self._waiting: deque[tuple[Sequence[Record], Callable[[list[Outcome]], None] | None]] = deque()
@@ -74,7 +76,7 @@ class HeldWriter:
     def commit(self) -> None:
         """All that waits, in one transaction."""
         batch, self._waiting = list(self._waiting), deque()
-        outcomes = iter(self.ledger.write([record for records, _ in batch for record in records]))
+        outcomes = iter(self.ledger.write([record for records, _ in batch for record in records], self.lease))
         for records, on_durable in batch:
             answers = [next(outcomes) for _ in records]
             if on_durable is not None:
@@ -184,9 +186,15 @@ class Shell:
     executor: PlayedExecutor
 
     @classmethod
-    def over(cls, ledger: MemoryLedger, max_queue_len: int = 100, config: SchedulerConfig | None = None) -> Shell:
+    def over(
+        cls,
+        ledger: MemoryLedger,
+        max_queue_len: int = 100,
+        config: SchedulerConfig | None = None,
+        idle_client_timeout_s: float = 0.0,
+    ) -> Shell:
         clock, writer = SetClock(), HeldWriter(ledger)
-        loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock)
+        loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock, IdleClients(idle_client_timeout_s))
         service = Service(max_queue_len, loop, Models(), ledger, writer)
         return cls(ledger, writer, clock, loop, service, PlayedExecutor())
 

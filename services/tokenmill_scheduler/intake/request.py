@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 from tokenmill.inference.v1.inference_pb2 import Prompt, RequestSpec
 
-from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.core.request import Lane, Request
 from tokenmill_scheduler.desk import Desk, ServedModel
-from tokenmill_scheduler.intake.fields import REQUEST_ID_WORDS, TENANT_WORDS, check_priority, is_request_id, is_tenant
+from tokenmill_scheduler.intake.fields import (
+    LANE_WORDS,
+    REQUEST_ID_WORDS,
+    TENANT_WORDS,
+    check_priority,
+    is_lane,
+    is_request_id,
+    is_tenant,
+)
 from tokenmill_scheduler.intake.prompt import check_length, read_prompt
 from tokenmill_scheduler.intake.sampling import Room, read_sampling
 from tokenmill_scheduler.intake.violations import InvalidArgument, Violations
@@ -77,6 +85,8 @@ class Intake:
             cache_salt=spec.cache_salt,
             stop=tuple(dict.fromkeys(spec.sampling.stop)),
             include_stop=spec.sampling.include_stop_str_in_output,
+            lane=Lane(spec.lane) if spec.lane else Lane.STANDARD,
+            queue_deadline_s=now_s + _seconds(spec.queue_timeout) if spec.HasField("queue_timeout") else None,
         )
         return Taken(request, digest_payload(spec, detached))
 
@@ -119,8 +129,10 @@ def _check_envelope(spec: RequestSpec, violations: Violations) -> None:
     violations.require(not spec.request_id or is_request_id(spec.request_id), "request.request_id", REQUEST_ID_WORDS)
     violations.require(not spec.tenant or is_tenant(spec.tenant), "request.tenant", TENANT_WORDS)
     check_priority(spec.priority, "request.priority", violations)
-    valid_timeout = not spec.HasField("timeout") or 0 < _seconds(spec.timeout) <= MAX_TIMEOUT_S
-    violations.require(valid_timeout, "request.timeout", "must be above 0 and at most 366 days")
+    for field in ("timeout", "queue_timeout"):
+        valid = not spec.HasField(field) or 0 < _seconds(getattr(spec, field)) <= MAX_TIMEOUT_S
+        violations.require(valid, f"request.{field}", "must be above 0 and at most 366 days")
+    violations.require(not spec.lane or is_lane(spec.lane), "request.lane", LANE_WORDS)
     salt_words = f"must have at most {MAX_CACHE_SALT_CHARS} characters"
     violations.require(len(spec.cache_salt) <= MAX_CACHE_SALT_CHARS, "request.cache_salt", salt_words)
 

@@ -1,22 +1,34 @@
-"""`tokenmill.admin.v1.AdminService`: what operators call, over a desk. Must not know: the core's rules, SQL."""
+"""`tokenmill.admin.v1.AdminService`: what operators call, over the desks. Must not know: the core's rules, SQL."""
 
 # ruff: noqa: N802 (methods are named by the protocol)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tokenmill.admin.v1 import admin_pb2 as pb
 from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 
-from tokenmill_scheduler.core.request import TERMINAL, State
-from tokenmill_scheduler.desk import Desk, RequestStatus, UnknownRequest
+from tokenmill_scheduler.core.request import TERMINAL, Lane, State
+from tokenmill_scheduler.desk import Desk, OperatorDesk, RequestStatus, UnknownRequest
 from tokenmill_scheduler.intake import InvalidArgument, Violations
-from tokenmill_scheduler.intake.fields import TENANT_WORDS, check_priority, is_tenant, read_reason, read_request_id
-from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery
+from tokenmill_scheduler.intake.fields import (
+    LANE_WORDS,
+    TENANT_WORDS,
+    check_priority,
+    is_lane,
+    is_tenant,
+    read_reason,
+    read_request_id,
+)
+from tokenmill_scheduler.intake.request import draw_request_id
+from tokenmill_scheduler.ledger.port import ActionQuery, RequestPage, RequestQuery
 from tokenmill_scheduler.servicers import convert
+from tokenmill_scheduler.servicers.auth import current_identity
 
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 100, 1_000
 MAX_CANCELLED_IDS = 1_000
@@ -26,22 +38,33 @@ MAX_CANCELLED_MATCHES = 20_000
 _CONCURRENT_CANCELS = 256
 # The last second that a Timestamp can say.
 _YEAR_9999_S = 253_402_300_799
+_PAGE_TOKEN_WORDS = "is not one that an earlier page gave"
 _LIVE = tuple(state for state in State if state not in TERMINAL)
 
 
 class AdminServicer(AdminServiceServicer):
-    def __init__(self, desk: Desk) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        operators: OperatorDesk,
+        clock: Callable[[], float] = time.time,
+        randbits: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        """`clock` gives Unix seconds, for ages and ids; `randbits(n)` draws n random bits, for ids."""
         self._desk = desk
+        self._operators = operators
+        self._clock = clock
+        self._randbits = randbits
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
         violations = Violations()
         query = replace(
-            _read_filter(request.filter, violations),
+            self._read_filter(request.filter, violations),
             oldest_first=request.oldest_first,
-            limit=request.page_size or DEFAULT_PAGE_SIZE,
+            by_priority=request.by_priority,
+            limit=_read_page_size(request.page_size, violations),
             page_token=request.page_token,
         )
-        violations.require(1 <= query.limit <= MAX_PAGE_SIZE, "page_size", f"must be from 1 to {MAX_PAGE_SIZE}")
         violations.raise_any()
         page = await self._page(query)
         infos = [convert.request_info(RequestStatus(stored, self._desk.wait_reason(stored))) for stored in page.requests]
@@ -75,7 +98,8 @@ class AdminServicer(AdminServiceServicer):
         if priority is None and deadline_s is None:
             violations.add("priority", "at least one of priority and deadline must be given")
         violations.raise_any()
-        status = await self._desk.update(read_request_id(request.request_id), priority, deadline_s)
+        request_id, reason = read_request_id(request.request_id), read_reason(request.reason)
+        status = await self._desk.update(request_id, priority, deadline_s, reason, _actor())
         return pb.UpdateRequestResponse(request=convert.request_info(status))
 
     async def ListExecutors(self, request: pb.ListExecutorsRequest, context: Any) -> pb.ListExecutorsResponse:
@@ -84,16 +108,63 @@ class AdminServicer(AdminServiceServicer):
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
         return convert.load(self._desk.load())
 
+    async def PauseQueue(self, request: pb.PauseQueueRequest, context: Any) -> pb.PauseQueueResponse:
+        changed = await self._operators.pause_queue(_actor(), read_reason(request.reason))
+        return pb.PauseQueueResponse(unchanged=not changed)
+
+    async def ResumeQueue(self, request: pb.ResumeQueueRequest, context: Any) -> pb.ResumeQueueResponse:
+        changed = await self._operators.resume_queue(_actor(), read_reason(request.reason))
+        return pb.ResumeQueueResponse(unchanged=not changed)
+
+    async def RetryRequest(self, request: pb.RetryRequestRequest, context: Any) -> pb.RetryRequestResponse:
+        new_id = draw_request_id(self._clock(), self._randbits)
+        await self._desk.retry(read_request_id(request.request_id), new_id, read_reason(request.reason), _actor())
+        return pb.RetryRequestResponse(request_id=new_id)
+
+    async def DrainExecutor(self, request: pb.DrainExecutorRequest, context: Any) -> pb.DrainExecutorResponse:
+        status = await self._operators.drain_executor(request.name, _actor(), read_reason(request.reason))
+        return pb.DrainExecutorResponse(executor=convert.executor(status))
+
+    async def UndrainExecutor(self, request: pb.UndrainExecutorRequest, context: Any) -> pb.UndrainExecutorResponse:
+        status = await self._operators.undrain_executor(request.name, _actor(), read_reason(request.reason))
+        return pb.UndrainExecutorResponse(executor=convert.executor(status))
+
+    async def ListActions(self, request: pb.ListActionsRequest, context: Any) -> pb.ListActionsResponse:
+        violations = Violations()
+        limit = _read_page_size(request.page_size, violations)
+        violations.require("\0" not in request.target, "target", "must be a request id or an executor's name")
+        violations.raise_any()
+        try:
+            page = await self._operators.actions(ActionQuery(request.target, limit, request.page_token))
+        except ValueError as error:
+            raise InvalidArgument.of("page_token", _PAGE_TOKEN_WORDS) from error
+        return pb.ListActionsResponse(actions=map(convert.action, page.actions), next_page_token=page.next_page_token)
+
+    def _read_filter(self, filter_: pb.RequestFilter, violations: Violations) -> RequestQuery:
+        violations.require(not filter_.tenant or is_tenant(filter_.tenant), "filter.tenant", TENANT_WORDS)
+        violations.require("\0" not in filter_.model, "filter.model", "must be the name of a model")
+        min_age_s = filter_.min_age.seconds + filter_.min_age.nanos / 1e9
+        violations.require(min_age_s >= 0, "filter.min_age", "must not be below 0")
+        return RequestQuery(
+            states=_read_states(filter_, violations),
+            tenant=filter_.tenant,
+            model=filter_.model,
+            lanes=_read_lanes(filter_, violations),
+            min_priority=filter_.min_priority if filter_.HasField("min_priority") else None,
+            max_priority=filter_.max_priority if filter_.HasField("max_priority") else None,
+            arrived_before_s=self._clock() - min_age_s if filter_.HasField("min_age") else None,
+        )
+
     async def _page(self, query: RequestQuery) -> RequestPage:
         try:
             return await self._desk.query(query)
         except ValueError as error:
-            raise InvalidArgument.of("page_token", "is not one that an earlier page gave") from error
+            raise InvalidArgument.of("page_token", _PAGE_TOKEN_WORDS) from error
 
     async def _matches(self, filter_: pb.RequestFilter) -> list[str]:
         """Ids of all requests the filter names, oldest first; of those that have not ended unless it names states itself."""
         violations = Violations()
-        query = _read_filter(filter_, violations)
+        query = self._read_filter(filter_, violations)
         if not filter_.ListFields():
             violations.add("filter", "must have at least one condition when no request_ids are given")
         violations.raise_any()
@@ -119,7 +190,7 @@ class AdminServicer(AdminServiceServicer):
 
     async def _cancel(self, request_id: str, reason: str) -> pb.CancelRequestsResponse.Outcome:
         try:
-            done = await self._desk.cancel(read_request_id(request_id), reason)
+            done = await self._desk.cancel(read_request_id(request_id), reason, _actor())
         except (UnknownRequest, InvalidArgument):
             return pb.CancelRequestsResponse.Outcome(request_id=request_id, not_found=True)
         return pb.CancelRequestsResponse.Outcome(
@@ -127,7 +198,17 @@ class AdminServicer(AdminServiceServicer):
         )
 
 
-def _read_filter(filter_: pb.RequestFilter, violations: Violations) -> RequestQuery:
+def _actor() -> str:
+    return current_identity().actor
+
+
+def _read_page_size(page_size: int, violations: Violations) -> int:
+    limit = page_size or DEFAULT_PAGE_SIZE
+    violations.require(1 <= limit <= MAX_PAGE_SIZE, "page_size", f"must be from 1 to {MAX_PAGE_SIZE}")
+    return limit
+
+
+def _read_states(filter_: pb.RequestFilter, violations: Violations) -> tuple[State, ...]:
     states = []
     for index, number in enumerate(filter_.states):
         state = convert.state_of(number)
@@ -135,15 +216,14 @@ def _read_filter(filter_: pb.RequestFilter, violations: Violations) -> RequestQu
             violations.add(f"filter.states[{index}]", "must be one of the states of RequestState")
         else:
             states.append(state)
-    violations.require(not filter_.tenant or is_tenant(filter_.tenant), "filter.tenant", TENANT_WORDS)
-    violations.require("\0" not in filter_.model, "filter.model", "must be the name of a model")
-    return RequestQuery(
-        states=tuple(dict.fromkeys(states)),
-        tenant=filter_.tenant,
-        model=filter_.model,
-        min_priority=filter_.min_priority if filter_.HasField("min_priority") else None,
-        max_priority=filter_.max_priority if filter_.HasField("max_priority") else None,
-    )
+    return tuple(dict.fromkeys(states))
+
+
+def _read_lanes(filter_: pb.RequestFilter, violations: Violations) -> tuple[Lane, ...]:
+    """Unspecified names the standard lane, as in a request."""
+    for index, number in enumerate(filter_.lanes):
+        violations.require(not number or is_lane(number), f"filter.lanes[{index}]", LANE_WORDS)
+    return tuple(dict.fromkeys(Lane(number or Lane.STANDARD) for number in filter_.lanes if not number or is_lane(number)))
 
 
 def _read_ids(request_ids: Sequence[str]) -> list[str]:

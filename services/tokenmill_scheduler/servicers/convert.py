@@ -9,9 +9,9 @@ from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2, types_pb2
 
 from tokenmill_scheduler.core.records import TokenLogprobs
-from tokenmill_scheduler.core.request import FinishReason, State
+from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.desk import ExecutorStatus, Load, RequestStatus, ServedModel
-from tokenmill_scheduler.ledger.port import StoredTransition
+from tokenmill_scheduler.ledger.port import Action, StoredTransition
 
 STATES: dict[State, types_pb2.RequestState.ValueType] = {
     State.WAITING: types_pb2.REQUEST_STATE_WAITING,
@@ -29,6 +29,11 @@ FINISH_REASONS: dict[FinishReason, types_pb2.FinishReason.ValueType] = {
     FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
     FinishReason.EXPIRED: types_pb2.FINISH_REASON_EXPIRED,
     FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+}
+_LANES: dict[Lane, types_pb2.Lane.ValueType] = {
+    Lane.REAL_TIME: types_pb2.LANE_REAL_TIME,
+    Lane.STANDARD: types_pb2.LANE_STANDARD,
+    Lane.BATCH: types_pb2.LANE_BATCH,
 }
 _STATES_BACK: dict[int, State] = {number: state for state, number in STATES.items()}
 
@@ -68,6 +73,8 @@ def request_info(status: RequestStatus) -> types_pb2.RequestInfo:
         detached=request.detached,
         wait_reason=status.wait_reason,
         executor=stored.executor,
+        lane=_LANES[request.lane],
+        retry_of=request.retry_of,
     )
 
 
@@ -115,6 +122,18 @@ def executor(status: ExecutorStatus) -> admin_pb2.Executor:
         steps=status.steps,
         idle_share=status.idle_share,
         joined_at=_optional_timestamp(status.joined_s),
+        draining=status.draining,
+    )
+
+
+def action(done: Action) -> admin_pb2.Action:
+    return admin_pb2.Action(
+        at=timestamp(done.at_s),
+        actor=done.actor,
+        verb=done.verb.value,
+        target=done.target,
+        reason=done.reason,
+        detail=done.detail,
     )
 
 
@@ -135,6 +154,8 @@ def load(gauges: Load) -> admin_pb2.GetLoadResponse:
         ledger_backlog=gauges.ledger_backlog,
         batching=gauges.batching,
         policy=gauges.policy,
+        queue_paused=bool(gauges.queue_paused),
+        queue_pause_reason=gauges.queue_paused,
     )
 
 

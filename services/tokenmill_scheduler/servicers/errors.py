@@ -38,6 +38,8 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
     desk.Unavailable: (code_pb2.UNAVAILABLE, "UNAVAILABLE"),
     desk.IndexAhead: (code_pb2.OUT_OF_RANGE, "INDEX_AHEAD"),
     desk.RequestEnded: (code_pb2.FAILED_PRECONDITION, "REQUEST_ENDED"),
+    desk.RequestNotFailed: (code_pb2.FAILED_PRECONDITION, "REQUEST_NOT_FAILED"),
+    desk.UnknownExecutor: (code_pb2.NOT_FOUND, "UNKNOWN_EXECUTOR"),
     auth.Unauthenticated: (code_pb2.UNAUTHENTICATED, "UNAUTHENTICATED"),
     auth.PermissionDenied: (code_pb2.PERMISSION_DENIED, "PERMISSION_DENIED"),
 }

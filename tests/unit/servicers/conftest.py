@@ -21,6 +21,7 @@ from tokenmill_scheduler.servicers.errors import ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
 
 from tests.fakes.desk import FakeDesk
+from tests.fakes.operators import FakeOperators
 from tests.fakes.text_models import byte_level_model, byte_level_tokenizer
 
 if TYPE_CHECKING:  # the stub classes for asyncio are the type checker's alone
@@ -53,7 +54,7 @@ async def served(desk: FakeDesk, tmp_path: Path) -> AsyncIterator[Served]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
     servicer = InferenceServicer(desk, Intake(desk))
     add_InferenceServiceServicer_to_server(servicer, server)
-    add_AdminServiceServicer_to_server(AdminServicer(desk), server)
+    add_AdminServiceServicer_to_server(AdminServicer(desk, FakeOperators()), server)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()

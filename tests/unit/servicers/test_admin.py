@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from tokenmill.admin.v1 import admin_pb2 as admin
 from tokenmill.inference.v1 import inference_pb2 as pb
@@ -68,6 +69,8 @@ async def test_filters_hold_together(served: Served) -> None:
         (admin.ListRequestsRequest(filter=admin.RequestFilter(states=[types.REQUEST_STATE_UNSPECIFIED])), "filter.states[0]"),
         (admin.ListRequestsRequest(filter=admin.RequestFilter(tenant="a\0")), "filter.tenant"),
         (admin.ListRequestsRequest(filter=admin.RequestFilter(model="a\0")), "filter.model"),
+        (admin.ListRequestsRequest(filter=admin.RequestFilter(lanes=[9])), "filter.lanes[0]"),
+        (admin.ListRequestsRequest(filter=admin.RequestFilter(min_age=Duration(seconds=-1))), "filter.min_age"),
     ],
 )
 async def test_lists_refuse_what_makes_no_sense(served: Served, request_: admin.ListRequestsRequest, field: str) -> None:
@@ -188,3 +191,83 @@ async def test_executors_load_and_models(served: Served) -> None:
     assert [value for _, value in load.ListFields()] == [1, 2, 8, 512, 0.25, 0.75, 3, 40, 50, 60, 4, 5, 6, "continuous", "fcfs"]
     model = (await served.inference.ListModels(pb.ListModelsRequest())).models[0]
     assert (model.name, model.has_chat_template, model.executors) == ("tiny", True, 1)
+
+
+async def test_lists_by_lane_age_and_priority(served: Served) -> None:
+    await submit(served, 1, priority=1, lane=types.LANE_BATCH)
+    await submit(served, 1, priority=7, lane=types.LANE_REAL_TIME)
+    await submit(served, 1, priority=5)
+
+    async def listed(**fields: Any) -> list[str]:
+        page = await served.admin.ListRequests(admin.ListRequestsRequest(**fields))
+        return [info.request_id for info in page.requests]
+
+    assert await listed(by_priority=True) == ["r1", "r2", "r0"]
+    lanes = [types.LANE_BATCH, types.LANE_STANDARD]
+    assert await listed(filter=admin.RequestFilter(lanes=lanes)) == ["r2", "r0"]
+    assert await listed(filter=admin.RequestFilter(lanes=[types.LANE_UNSPECIFIED])) == ["r2"]
+    assert await listed(filter=admin.RequestFilter(min_age=Duration(seconds=3600))) == []
+    assert await listed(filter=admin.RequestFilter(min_age=Duration())) == ["r2", "r1", "r0"]
+    info = (await served.admin.GetRequest(admin.GetRequestRequest(request_id="r0"))).request
+    assert info.lane == types.LANE_BATCH
+
+
+async def test_changes_are_the_operators_with_their_reason(served: Served) -> None:
+    await submit(served, 1)
+    await served.admin.UpdateRequest(admin.UpdateRequestRequest(request_id="r0", priority=1, reason="important"))
+    await served.inference.Cancel(pb.CancelRequest(request_id="r0"))
+    await submit(served, 1)
+    await served.admin.CancelRequests(admin.CancelRequestsRequest(request_ids=["r1"], reason="not needed"))
+    assert served.desk.changes == [
+        ("update", "r0", "important", "anonymous"),
+        ("cancel", "r0", "cancelled by the client", ""),
+        ("cancel", "r1", "not needed", "anonymous"),
+    ]
+
+
+async def test_only_a_failed_request_is_tried_again(served: Served) -> None:
+    await submit(served, 1)
+    retry = admin.RetryRequestRequest(request_id="r0", reason="mended")
+    assert (await refusal(served.admin.RetryRequest(retry))).code() is grpc.StatusCode.FAILED_PRECONDITION
+    served.desk.end("r0", State.FAILED, "broken")
+    new_id = (await served.admin.RetryRequest(retry)).request_id
+    info = (await served.admin.GetRequest(admin.GetRequestRequest(request_id=new_id))).request
+    assert (info.retry_of, info.state) == ("r0", types.REQUEST_STATE_WAITING)
+    assert new_id.startswith("req-")
+    assert served.desk.changes == [("retry", "r0", "mended", "anonymous")]
+    missing = await refusal(served.admin.RetryRequest(admin.RetryRequestRequest(request_id="nobody")))
+    assert missing.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_pause_and_resume_say_whether_they_changed_anything(served: Served) -> None:
+    pause = admin.PauseQueueRequest(reason="new model")
+    assert [(await served.admin.PauseQueue(pause)).unchanged for _ in range(2)] == [False, True]
+    assert [(await served.admin.ResumeQueue(admin.ResumeQueueRequest())).unchanged for _ in range(2)] == [False, True]
+
+
+async def test_drain_and_undrain_an_executor(served: Served) -> None:
+    answer = await served.admin.DrainExecutor(admin.DrainExecutorRequest(name="x2", reason="new driver"))
+    assert (answer.executor.name, answer.executor.draining) == ("x2", True)
+    assert not (await served.admin.UndrainExecutor(admin.UndrainExecutorRequest(name="x2"))).executor.draining
+    for call in (
+        served.admin.DrainExecutor(admin.DrainExecutorRequest(name="nobody")),
+        served.admin.UndrainExecutor(admin.UndrainExecutorRequest(name="nobody")),
+    ):
+        assert (await refusal(call)).code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_actions_are_listed_page_by_page(served: Served) -> None:
+    for number in range(5):
+        await served.admin.DrainExecutor(admin.DrainExecutorRequest(name=f"x{1 + number % 2}", reason=f"no. {number}"))
+    reasons: list[str] = []
+    token = ""
+    while not reasons or token:
+        page = await served.admin.ListActions(admin.ListActionsRequest(page_size=2, page_token=token))
+        reasons += [action.reason for action in page.actions]
+        token = page.next_page_token
+    assert reasons == [f"no. {number}" for number in (4, 3, 2, 1, 0)]
+    (first, _) = (await served.admin.ListActions(admin.ListActionsRequest(target="x2"))).actions
+    assert (first.actor, first.verb, first.target, first.at.seconds) == ("anonymous", "drain_executor", "x2", 1_700_000_003)
+    for bad, field in (({"page_size": -1}, "page_size"), ({"page_token": "x"}, "page_token"), ({"target": "\0"}, "target")):
+        request = admin.ListActionsRequest(**bad)  # type: ignore[arg-type]
+        assert list(violations(await refusal(served.admin.ListActions(request)))) == [field]

@@ -27,6 +27,7 @@ from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.tenants import TenantLimits
 
 from tests.fakes.desk import FakeDesk
+from tests.fakes.operators import FakeOperators
 from tests.unit.servicers.calls import events, refusal, spec
 from tests.unit.servicers.conftest import served_model
 
@@ -52,9 +53,9 @@ class WatchfulDesk(FakeDesk):
         self.acted_for.append(await asyncio.create_task(_identity()))
         return await super().submit(request, payload_digest)
 
-    async def cancel(self, request_id: str, reason: str) -> Cancellation:
+    async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
         self.acted_for.append(await asyncio.create_task(_identity()))
-        return await super().cancel(request_id, reason)
+        return await super().cancel(request_id, reason, actor)
 
 
 async def _identity() -> Identity:
@@ -82,7 +83,7 @@ def desk() -> WatchfulDesk:
 async def serve(desk: FakeDesk, access: Access, folder: Path) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor(), AuthInterceptor(access)])
     add_InferenceServiceServicer_to_server(InferenceServicer(desk, Intake(desk)), server)
-    add_AdminServiceServicer_to_server(AdminServicer(desk), server)
+    add_AdminServiceServicer_to_server(AdminServicer(desk, FakeOperators()), server)
     server.add_insecure_port(f"unix:{folder}/s")
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{folder}/s") as channel:

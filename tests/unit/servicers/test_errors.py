@@ -29,7 +29,7 @@ def test_every_error_of_the_desk_has_a_status_and_a_reason_of_its_own() -> None:
         for _, kind in inspect.getmembers(desk, inspect.isclass)
         if issubclass(kind, desk.DeskError) and kind is not desk.DeskError
     ]
-    assert len(kinds) == 8
+    assert len(kinds) == 10
     reasons = set()
     for kind in kinds:
         waits = issubclass(kind, desk.QueueFull | desk.TenantLimit | desk.Unavailable)

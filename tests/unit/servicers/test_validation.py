@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.types_pb2 import SamplingParams
+from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.intake import Intake, InvalidArgument
 from tokenmill_scheduler.intake.violations import MAX_VIOLATIONS
 
@@ -185,6 +186,9 @@ async def test_min_tokens_above_max_tokens(served: Served) -> None:
         ("priority", 1001),
         ("priority", -1001),
         ("timeout", Duration()),
+        ("queue_timeout", Duration()),
+        ("queue_timeout", Duration(seconds=400 * 24 * 3600)),
+        ("lane", 9),
         ("timeout", Duration(seconds=-1)),
         ("timeout", Duration(seconds=400 * 24 * 3600)),
         ("cache_salt", "x" * 257),
@@ -197,12 +201,15 @@ async def test_the_envelope_is_checked(served: Served, field: str, value: Any) -
 async def test_the_envelope_is_carried_over(served: Served) -> None:
     sampling = SamplingParams(seed=7, stop=["b", "a", "b"], stop_token_ids=[4, 4, 2], logit_bias={9: 1.0, 3: -1.0}, top_k=-1)
     timeout = Duration(seconds=2, nanos=500_000_000)
-    await accepted(served, spec(sampling=sampling, request_id="A.b_c:d-9", tenant="t", priority=-1000, timeout=timeout))
+    more: Any = {"lane": Lane.BATCH.value, "queue_timeout": Duration(seconds=1)}
+    await accepted(served, spec(sampling=sampling, request_id="A.b_c:d-9", tenant="t", priority=-1000, timeout=timeout, **more))
     request = served.desk.entries["A.b_c:d-9"].request
     assert request.tenant == "t"
     assert request.priority == -1000
     assert request.deadline_s is not None
     assert request.deadline_s - request.arrival_s == pytest.approx(2.5)
+    assert request.queue_deadline_s == request.arrival_s + 1
+    assert request.lane is Lane.BATCH
     assert request.detached, "what Submit takes runs detached"
     assert request.stop == ("b", "a")
     assert request.sampling.stop_token_ids == (4, 2)

@@ -479,6 +479,7 @@ class GetLoadResponse(_message.Message):
     QUEUE_PAUSED_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
+    QUEUE_PAUSE_REASON_FIELD_NUMBER: _builtins.int
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
     max_num_seqs: _builtins.int
@@ -501,6 +502,8 @@ class GetLoadResponse(_message.Message):
     prefix_cache_queries: _builtins.int
     """Tokens looked up in prefix caches, once an admission, and those of them that were there."""
     prefix_cache_hits: _builtins.int
+    queue_pause_reason: _builtins.str
+    """By whom and why it is paused, such as "by ann: new model"; empty when it is not."""
     def __init__(
         self,
         *,
@@ -522,10 +525,11 @@ class GetLoadResponse(_message.Message):
         queue_paused: _builtins.bool = ...,
         prefix_cache_queries: _builtins.int = ...,
         prefix_cache_hits: _builtins.int = ...,
+        queue_pause_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batching", b"batching", "kv_cache_usage", b"kv_cache_usage", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "policy", b"policy", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "queue_paused", b"queue_paused", "stale_results", b"stale_results", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batching", b"batching", "kv_cache_usage", b"kv_cache_usage", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "policy", b"policy", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "queue_pause_reason", b"queue_pause_reason", "queue_paused", b"queue_paused", "stale_results", b"stale_results", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

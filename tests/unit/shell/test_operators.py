@@ -1,0 +1,173 @@
+"""Holds and the record of actions, over the real loop and an in-memory ledger."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.scheduler import SchedulerConfig
+from tokenmill_scheduler.desk import RequestNotFailed, Unavailable, UnknownExecutor, UnknownRequest
+from tokenmill_scheduler.ledger.port import Action, ActionQuery, ActionVerb, LedgerUnavailable
+from tokenmill_scheduler.operators import Operators
+from tokenmill_scheduler.recovery import take_up
+
+from tests.fakes.memory_ledger import MemoryLedger
+from tests.fakes.shell import PlayedExecutor, Shell, output_of, request, settle
+
+
+@pytest.fixture
+async def shell() -> Shell:
+    return Shell.over(MemoryLedger())
+
+
+def operators_of(shell: Shell) -> Operators:
+    return Operators(shell.loop, shell.ledger, shell.service.check_open)
+
+
+def actions(shell: Shell, target: str = "") -> list[Action]:
+    return list(shell.ledger.actions(ActionQuery(target)).actions)
+
+
+async def restarted(shell: Shell) -> tuple[Shell, Operators]:
+    """Another process over the same ledger."""
+    again = Shell.over(shell.ledger)
+    operators = operators_of(again)
+    await operators.refresh()
+    take_up(again.loop, list(shell.ledger.unfinished()))
+    return again, operators
+
+
+async def test_a_paused_queue_says_by_whom_and_why_and_survives_a_restart(shell: Shell) -> None:
+    operators = operators_of(shell)
+    await shell.join()
+    assert await operators.pause_queue("ann", "new model")
+    assert not await operators.pause_queue("bob", "me too"), "it stays ann's"
+    await shell.submit(request("a"))
+    assert shell.executor.plans == []
+    assert shell.loop.load().queue_paused == "by ann: new model"
+    assert (await shell.service.status("a")).wait_reason == "the queue is paused by ann: new model"
+
+    again, operators = await restarted(shell)
+    await again.join()
+    assert again.executor.plans == []
+    assert await operators.resume_queue("bob", "")
+    assert not await operators.resume_queue("bob", "")
+    assert again.loop.load().queue_paused == ""
+    await settle()
+    await again.run_out()
+    assert (await again.service.status("a")).stored.state is State.DONE
+    verbs = [(action.verb, action.actor, action.reason) for action in actions(shell)]
+    assert verbs == [(ActionVerb.RESUME_QUEUE, "bob", ""), (ActionVerb.PAUSE_QUEUE, "ann", "new model")]
+
+
+async def test_a_drained_executor_stays_so_across_a_restart_and_its_work_goes_elsewhere(shell: Shell) -> None:
+    operators = operators_of(shell)
+    await shell.join()
+    await shell.submit(request("a", max_tokens=6))
+    status = await operators.drain_executor("played", "ann", "new driver")
+    assert (status.draining, status.connected) == (True, True)
+    await shell.run_out()
+    assert (await shell.service.status("a")).wait_reason == "executor played is drained by ann: new driver"
+    other = PlayedExecutor("other")
+    shell.loop.joined(other.drive())
+    await settle()
+    while other.unanswered:
+        shell.loop.answered(shell.loop.drives["other"], other.answer())
+        await settle()
+    assert (await shell.service.status("a")).stored.state is State.DONE
+    assert shell.ledger.output("a").token_ids == output_of(request("a", max_tokens=6))
+
+    again, operators = await restarted(shell)
+    with pytest.raises(UnknownExecutor):
+        await operators.undrain_executor("played", "ann", "")
+    await again.join()
+    assert again.loop.executors()[0].draining
+    assert not (await operators.undrain_executor("played", "ann", "")).draining
+    assert [action.verb for action in actions(shell, "played")] == [ActionVerb.UNDRAIN_EXECUTOR, ActionVerb.DRAIN_EXECUTOR]
+
+
+async def test_what_another_scheduler_of_the_database_holds_back_holds_here_too(shell: Shell) -> None:
+    other = Shell.over(shell.ledger)
+    mine, theirs = operators_of(shell), operators_of(other)
+    await theirs.pause_queue("ann", "")
+    await mine.refresh()
+    assert shell.loop.load().queue_paused == "by ann"
+    await mine.resume_queue("bob", "")
+    await theirs.refresh()
+    assert other.loop.load().queue_paused == ""
+
+
+async def test_what_was_read_before_a_change_was_durable_does_not_undo_it(shell: Shell) -> None:
+    operators = operators_of(shell)
+    shell.writer.hold = True
+    pausing = asyncio.create_task(operators.pause_queue("ann", ""))
+    await settle()
+    await operators.refresh()
+    assert shell.loop.load().queue_paused == "by ann"
+    shell.writer.commit()
+    assert await pausing
+    await operators.refresh()
+    assert shell.loop.load().queue_paused == "by ann"
+
+
+async def test_nothing_is_held_back_while_the_ledger_is_away_or_the_scheduler_stops(shell: Shell) -> None:
+    operators = operators_of(shell)
+    shell.writer.outage = LedgerUnavailable("away")
+    with pytest.raises(Unavailable):
+        await operators.pause_queue("ann", "")
+    shell.writer.outage = None
+    shell.ledger.unavailable = True
+    with pytest.raises(Unavailable):
+        await operators.actions(ActionQuery())
+    shell.service.close()
+    with pytest.raises(Unavailable):
+        await operators.resume_queue("ann", "")
+
+
+async def test_changes_of_requests_are_recorded_with_what_they_changed(shell: Shell) -> None:
+    await shell.submit(request("a", priority=1))
+    await shell.service.update("a", 5, 2_000.0, "important", "ann")
+    await shell.service.update("a", 6, None)
+    await shell.service.cancel("a", "not needed", "bob")
+    await shell.service.cancel("a", "twice", "bob")
+    cancel, update = actions(shell, "a")
+    assert (update.actor, update.verb, update.reason) == ("ann", ActionVerb.UPDATE, "important")
+    assert update.detail == "priority 1 → 5; deadline none → 1970-01-01T00:33:20+00:00"
+    assert (cancel.actor, cancel.verb, cancel.reason) == ("bob", ActionVerb.CANCEL, "not needed")
+
+
+async def test_an_action_is_in_the_transaction_of_what_it_does(shell: Shell) -> None:
+    await shell.submit(request("a"))
+    before = shell.ledger.writes
+    await shell.service.cancel("a", "", "ann")
+    assert shell.ledger.writes == before + 1
+
+
+async def test_a_failed_request_is_tried_again_as_a_new_one() -> None:
+    shell = Shell.over(MemoryLedger(), config=SchedulerConfig(max_num_seqs=1))
+    await shell.submit(request("a", deadline_s=1_030.0, queue_deadline_s=1_010.0, priority=3, detached=False))
+    with pytest.raises(RequestNotFailed):
+        await shell.service.retry("a", "b", "", "ann")
+    for epoch in (1, 2):
+        await shell.join(epoch)
+        shell.loop.lost(shell.loop.drives["played"], "killed")
+        await settle()
+    failed = (await shell.service.status("a")).stored
+    assert (failed.state, failed.error_code) == (State.FAILED, 13), "quarantined"
+    shell.clock.now_s += 100.0
+    await shell.service.retry("a", "b", "mended", "ann")
+    (retry,) = actions(shell, "a")
+    assert (retry.verb, retry.actor, retry.reason, retry.detail) == (ActionVerb.RETRY, "ann", "mended", "as b")
+    again = (await shell.service.status("b")).stored.request
+    assert (again.retry_of, again.prompt, again.sampling, again.priority) == (
+        "a",
+        failed.request.prompt,
+        failed.request.sampling,
+        3,
+    )
+    waited_s = 1_100.0 - failed.request.arrival_s
+    assert (again.arrival_s, again.deadline_s, again.queue_deadline_s) == (1_100.0, 1_030.0 + waited_s, 1_010.0 + waited_s)
+    assert again.detached, "no client waits for it"
+    with pytest.raises(UnknownRequest):
+        await shell.service.retry("nobody", "c", "", "ann")
