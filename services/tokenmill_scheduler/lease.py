@@ -109,7 +109,7 @@ class LeaseKeeper:
             self._watching_since_s = now_s
         self._looked_s = now_s
         if all(status.lease != self._lease for status in statuses):
-            raise LeaseLost(f"the lease of scheduler {self._lease.scheduler} was taken over by another scheduler")
+            raise LeaseLost(f"the lease of scheduler {self._lease.scheduler} no longer holds: another scheduler has taken over")
         others = [status for status in statuses if status.lease != self._lease]
         self.peers = tuple(status.lease for status in others)
         has_watched = now_s - self._watching_since_s >= self._lease_s

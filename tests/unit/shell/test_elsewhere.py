@@ -1,0 +1,216 @@
+"""Two schedulers on one ledger, in one process: requests of the one are read and changed through the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from tokenmill_scheduler.core.request import FinishReason, State
+from tokenmill_scheduler.desk import Cancellation, Chunk, ChunkStream, Ended, IndexAhead, RequestEnded, Unavailable
+from tokenmill_scheduler.ledger.port import Lease
+from tokenmill_scheduler.recovery import take_up
+
+from tests.fakes.calls import eventually
+from tests.fakes.memory_ledger import MemoryLedger
+from tests.fakes.shell import GRACE_S, Shell, output_of, read_all, request, settle
+
+
+@dataclass
+class Pair:
+    """`mine` has requests, `other` is asked for them. Both hear each other."""
+
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)
+    shells: dict[str, Shell] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
+
+    def start(self, name: str) -> Shell:
+        shell = Shell.over(self.ledger)
+        lease = self.ledger.take_lease(name, 3600)
+        shell.writer.lease = lease
+        shell.service.open(lease)
+        relay = shell.service.relay
+        work = (shell.service.followers.run(), relay.send(), relay.listen(lease, lambda: True, shell.service.obey))
+        self.shells[name], self.leases[name] = shell, lease
+        self.tasks[name] = [asyncio.create_task(one) for one in work]
+        return shell
+
+    def kill(self, name: str) -> None:
+        for task in self.tasks.pop(name):
+            task.cancel()
+
+    def take_over(self, heir: str, fallen: str) -> None:
+        estate = self.ledger.take_over(self.leases[heir], [self.leases[fallen].number])
+        take_up(self.shells[heir].loop, estate.requests, self.shells[heir].service.followers.hand_over)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    pair = Pair()
+    pair.start("mine")
+    pair.start("other")
+    yield pair
+    for name in list(pair.tasks):
+        pair.kill(name)
+
+
+@pytest.fixture
+async def mine(pair: Pair) -> Shell:
+    return pair.shells["mine"]
+
+
+@pytest.fixture
+async def other(pair: Pair) -> Shell:
+    return pair.shells["other"]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async def it_holds() -> bool:
+        return holds()
+
+    await eventually(it_holds)
+
+
+def state_of(pair: Pair, request_id: str) -> State:
+    stored = pair.ledger.find(request_id)
+    assert stored is not None
+    return stored.state
+
+
+def is_read_elsewhere(shell: Shell) -> bool:
+    live = shell.loop.live.get("a")
+    assert live is not None
+    return live.read_elsewhere
+
+
+async def test_a_stream_of_anothers_request_has_every_token_and_the_end(mine: Shell, other: Shell) -> None:
+    await mine.join()
+    await mine.submit(request("a", max_tokens=9))
+    for _ in range(3):
+        await mine.step()
+    reading = [asyncio.create_task(read_all(await other.service.attach("a", index))) for index in (0, 1)]
+    with pytest.raises(IndexAhead):
+        await other.service.attach("a", 100)
+    await mine.run_out()
+    for tokens, ended in await asyncio.gather(*reading):
+        assert tokens == output_of(request("a", max_tokens=9))
+        assert ended == Ended(State.DONE, FinishReason.LENGTH, 9)
+
+
+async def test_a_request_followed_here_goes_on_here_when_it_is_taken_over(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.join()
+    await mine.submit(request("a", max_tokens=9, detached=False))
+    await mine.service.attach("a", 0)
+    for _ in range(3):
+        await mine.step()
+    attachment = await other.service.attach("a", 0)
+    first = await anext(attachment.chunks)
+    assert isinstance(first, Chunk)
+    pair.kill("mine")
+    pair.take_over("other", "mine")
+    assert other.loop.live.get("a") is not None
+    other.clock.now_s += GRACE_S + 1
+    await other.join(epoch=2)
+    assert (await other.states_after_tick("a"))[0] is not State.CANCELLED, "it has a reader"
+    reading = asyncio.create_task(read_rest(attachment.chunks, first.token_ids))
+    await other.run_out()
+    assert await reading == output_of(request("a", max_tokens=9))
+
+
+async def read_rest(chunks: ChunkStream, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    async for item in chunks:
+        if isinstance(item, Chunk):
+            assert item.first_index == len(tokens)
+            tokens += item.token_ids
+    return tokens
+
+
+async def test_c12_a_cancel_through_another_scheduler_ends_the_stream(mine: Shell, other: Shell) -> None:
+    await mine.submit(request("a"))
+    reading = asyncio.create_task(read_all(await mine.service.attach("a", 0)))
+    assert await other.service.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
+    assert (await reading)[1].state is State.CANCELLED
+    assert (await other.service.transitions("a"))[-1].reason == "not needed"
+    assert await other.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=True)
+
+
+async def test_an_update_through_another_scheduler(mine: Shell, other: Shell) -> None:
+    await mine.submit(request("a"))
+    changed = await other.service.update("a", 7, 5_000.0)
+    assert (changed.stored.request.priority, changed.stored.request.deadline_s) == (7, 5_000.0)
+    assert changed.wait_reason == "scheduler mine has it"
+    live = mine.loop.live.get("a")
+    assert live is not None
+    assert live.request.priority == 7
+    await mine.service.cancel("a", "")
+    with pytest.raises(RequestEnded):
+        await other.service.update("a", 8, None)
+
+
+async def test_a_scheduler_that_does_not_answer_is_unavailable(
+    pair: Pair, mine: Shell, other: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill_scheduler.relay.ANSWER_LIMIT_S", 0.05)
+    await mine.submit(request("a"))
+    pair.kill("mine")
+    with pytest.raises(Unavailable, match="does not answer"):
+        await other.service.cancel("a", "")
+    await until(lambda: not pair.ledger.received(pair.leases["mine"]))
+    assert (await other.service.status("a")).stored.state is State.WAITING, "withdrawn"
+
+
+async def test_a_command_that_falls_with_its_scheduler_is_to_be_given_again(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.submit(request("a"))
+    pair.kill("mine")
+    cancelling = asyncio.create_task(other.service.cancel("a", "not needed"))
+    await until(lambda: bool(pair.ledger.received(pair.leases["mine"])))
+    pair.take_over("other", "mine")
+    with pytest.raises(Unavailable, match="changing hands"):
+        await cancelling
+    assert await other.service.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
+
+
+async def test_an_outage_delays_commands_and_streams(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.submit(request("a"))
+    reading = asyncio.create_task(read_all(await other.service.attach("a", 0)))
+    cancelling = asyncio.create_task(other.service.cancel("a", ""))
+    await settle()
+    pair.ledger.unavailable = True
+    await asyncio.sleep(0.1)
+    pair.ledger.unavailable = False
+    assert (await cancelling).state is State.CANCELLED
+    assert (await reading)[1].state is State.CANCELLED
+
+
+async def test_c13_the_last_reader_elsewhere_takes_a_request_along(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.submit(request("a", detached=False))
+    one, away = await mine.service.attach("a", 0), await other.service.attach("a", 0)
+    await until(lambda: is_read_elsewhere(mine))
+    await one.chunks.aclose()
+    await settle()
+    assert (await mine.service.status("a")).stored.state is State.WAITING
+    await away.chunks.aclose()
+    await until(lambda: state_of(pair, "a") is State.CANCELLED)
+
+
+async def test_a_reader_elsewhere_that_is_heard_of_no_more_counts_for_the_grace(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.join()
+    await mine.submit(request("a", max_tokens=1_000, detached=False))
+    await other.service.attach("a", 0)
+    await until(lambda: is_read_elsewhere(mine))
+    pair.kill("other")
+    mine.clock.now_s += GRACE_S + 1
+    assert await mine.states_after_tick("a") == [State.CANCELLED]
+
+
+async def test_at_shutdown_streams_of_others_requests_say_attach_again(mine: Shell, other: Shell) -> None:
+    await mine.submit(request("a", detached=False))
+    away = await other.service.attach("a", 0)
+    other.service.close()
+    other.service.close_streams(Unavailable("attach again", 1.0))
+    with pytest.raises(Unavailable, match="attach again"):
+        await anext(away.chunks)
+    await away.chunks.aclose()
+    assert (await mine.service.status("a")).stored.state is State.WAITING
