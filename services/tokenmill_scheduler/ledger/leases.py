@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from tokenmill_scheduler.ledger import queries
 from tokenmill_scheduler.ledger.port import Estate, ExecutorTaken, Lease, LeaseLost, LeaseStatus
-from tokenmill_scheduler.ledger.tables import commands, executors, leases, requests
+from tokenmill_scheduler.ledger.tables import commands, commits, executors, leases, requests
 
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _NOW_S: dict[str, ColumnElement[float]] = {
@@ -28,7 +28,9 @@ _GIVEN_UP_S = 0.0
 def take(connection: Connection, scheduler: str, lease_s: float) -> Lease:
     expires_s = _NOW_S[connection.dialect.name] + lease_s
     statement = insert(leases).values(scheduler=scheduler, expires_s=expires_s).returning(leases.c.number)
-    return Lease(connection.execute(statement).scalar_one(), scheduler)
+    lease = Lease(connection.execute(statement).scalar_one(), scheduler)
+    connection.execute(insert(commits).values(lease=lease.number, number=0))
+    return lease
 
 
 def renew(connection: Connection, lease: Lease, lease_s: float) -> None:

@@ -236,8 +236,8 @@ class Ledger(Protocol):
 
         Requests that are submitted or moved are from then on those of `lease`.
         A Submission that exists already gives JOINED or CONFLICT and does not disturb the others.
-        Raises LedgerUnavailable (the same call may be repeated, and never writes twice), LedgerConflict (nothing written), or
-        LeaseLost when `lease` no longer holds (nothing written).
+        Raises LedgerUnavailable (the same call may be repeated, and under a lease never writes twice), LedgerConflict (nothing
+        written), or LeaseLost when `lease` no longer holds (nothing written).
         """
 
     def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:

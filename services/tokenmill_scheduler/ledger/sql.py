@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from tokenmill_scheduler.ledger import actions as action_rows
 from tokenmill_scheduler.ledger import commands as command_rows
+from tokenmill_scheduler.ledger import commits, queries, store
 from tokenmill_scheduler.ledger import leases as lease_rows
-from tokenmill_scheduler.ledger import queries, store
 from tokenmill_scheduler.ledger.engine import STALL_TIMEOUT_S, Engines, connect, driver_errors
 from tokenmill_scheduler.ledger.migrate import prepare
 from tokenmill_scheduler.ledger.port import (
@@ -25,7 +25,6 @@ from tokenmill_scheduler.ledger.port import (
     Lease,
     LeaseStatus,
     LedgerConflict,
-    LedgerUnavailable,
     Outcome,
     Record,
     RequestPage,
@@ -35,9 +34,6 @@ from tokenmill_scheduler.ledger.port import (
     StoredTransition,
 )
 from tokenmill_scheduler.ledger.statements import Statements
-
-_TRANSACTION_ID = text("SELECT pg_current_xact_id()::text")
-_TRANSACTION_STATUS = text("SELECT pg_xact_status(CAST(:id AS xid8))")
 
 
 def open_ledger(url: str, *, durable: bool = True, create: bool = True, stall_timeout_s: float = STALL_TIMEOUT_S) -> SqlLedger:
@@ -59,9 +55,10 @@ def open_ledger(url: str, *, durable: bool = True, create: bool = True, stall_ti
 
 @dataclass(frozen=True, slots=True)
 class _InDoubt:
-    """A commit whose answer was lost with the connection: it was carried out or not, which `transaction_id` finds out."""
+    """A commit whose answer was lost with the connection: it was carried out if the commits of `lease` have come to `number`."""
 
-    transaction_id: str
+    lease: Lease
+    number: int
     records: tuple[Record, ...]
     outcomes: list[Outcome]
 
@@ -198,20 +195,16 @@ class SqlLedger:
             if lease is not None:
                 lease_rows.hold(connection, lease)
             outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)
-            transaction_id = self._transaction_id(connection)
+            # SQLite's commit cannot be in doubt: the process that asks is the one that does it.
+            doubt = None
+            if lease is not None and self._engines.dialect == "postgresql":
+                doubt = _InDoubt(lease, commits.count_up(connection, lease), tuple(records), outcomes)
             try:
                 transaction.commit()
             except DBAPIError:
-                if transaction_id:
-                    self._in_doubt = _InDoubt(transaction_id, tuple(records), outcomes)
+                self._in_doubt = doubt
                 raise
             return outcomes
-
-    def _transaction_id(self, connection: Connection) -> str:
-        """Empty on SQLite, whose commit cannot be in doubt: the process that asks is the one that does it."""
-        if self._engines.dialect == "sqlite":
-            return ""
-        return str(connection.scalar(_TRANSACTION_ID))
 
     def _settle(self, records: Sequence[Record]) -> list[Outcome] | None:
         """The outcomes, if the last write was carried out after all and this one repeats it."""
@@ -219,11 +212,9 @@ class SqlLedger:
         if doubt is None:
             return None
         with self._engines.write.begin() as connection:
-            status = connection.scalar(_TRANSACTION_STATUS, {"id": doubt.transaction_id})
-        if status == "in progress":
-            raise LedgerUnavailable("the database has not yet ended a transaction whose connection broke")
+            number = commits.count(connection, doubt.lease)
         self._in_doubt = None
-        if status == "aborted":
+        if number < doubt.number:
             return None
         if doubt.records != tuple(records):
             raise LedgerConflict("a write in doubt was not repeated as it was")

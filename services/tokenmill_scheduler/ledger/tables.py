@@ -142,6 +142,14 @@ leases = Table(
     sqlite_autoincrement=True,
 )
 
+# How many transactions the writer of this lease has carried out, on PostgreSQL; see commits.py.
+commits = Table(
+    "commits",
+    metadata,
+    Column("lease", BigInteger, ForeignKey("leases.number", ondelete="CASCADE"), primary_key=True, autoincrement=False),
+    Column("number", BigInteger, nullable=False),
+)
+
 # What one scheduler asks another to do with a request that is the other's; deleted once it is done.
 commands = Table(
     "commands",

@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from psycopg import sql
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.ledger import commits
 from tokenmill_scheduler.ledger.engine import connect
-from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerCorrupt, LedgerUnavailable, Outcome, Record
+from tokenmill_scheduler.ledger.port import LeaseLost, LedgerConflict, LedgerCorrupt, LedgerUnavailable, Outcome, Record
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.store import TAIL_TOKENS
 
 from tests.fakes.ledger_records import done, prefill, run_to_decode, run_to_end, submission, tokens
-from tests.fakes.postgres import PostgresServer
+from tests.fakes.postgres import PostgresServer, postgres_server
 
 
 def rows(ledger: SqlLedger, statement: str) -> list[dict[str, object]]:
@@ -225,25 +227,72 @@ def answer_of_commit_lost(ledger: SqlLedger, *, carried_out: bool) -> Iterator[N
 @pytest.mark.parametrize("carried_out", [True, False])
 def test_a_commit_whose_answer_is_lost_happens_once(postgres_url: str, carried_out: bool) -> None:
     ledger = open_ledger(postgres_url)
+    lease = ledger.take_lease("s", 60.0)
     run_to_decode(ledger)
     batch: list[Record] = [submission("new"), submission("a"), tokens("a", 0, 5)]
     with answer_of_commit_lost(ledger, carried_out=carried_out), pytest.raises(LedgerUnavailable):
-        ledger.write(batch)
+        ledger.write(batch, lease)
     assert (ledger.find("new") is not None) is carried_out
     # The same answer as if nothing had happened: "new" was written, not joined.
-    assert ledger.write(batch) == [Outcome.WRITTEN, Outcome.JOINED, Outcome.WRITTEN]
+    assert ledger.write(batch, lease) == [Outcome.WRITTEN, Outcome.JOINED, Outcome.WRITTEN]
     assert ledger.output("a").token_ids == (5,)
-    assert ledger.write([tokens("a", 1, 6)]) == [Outcome.WRITTEN]
+    assert ledger.write([tokens("a", 1, 6)], lease) == [Outcome.WRITTEN]
     ledger.close()
 
 
 def test_a_write_in_doubt_must_be_repeated_as_it_was(postgres_url: str) -> None:
     ledger = open_ledger(postgres_url)
+    lease = ledger.take_lease("s", 60.0)
     with answer_of_commit_lost(ledger, carried_out=True), pytest.raises(LedgerUnavailable):
-        ledger.write([submission()])
+        ledger.write([submission()], lease)
     with pytest.raises(LedgerConflict, match="in doubt"):
-        ledger.write([submission("b")])
+        ledger.write([submission("b")], lease)
     ledger.close()
+
+
+def test_a_commit_in_doubt_is_waited_for_while_the_server_works_on_it(postgres_url: str) -> None:
+    ledger, server_side = open_ledger(postgres_url), connect(postgres_url)
+    lease = ledger.take_lease("s", 60.0)
+    with answer_of_commit_lost(ledger, carried_out=False), pytest.raises(LedgerUnavailable):
+        ledger.write([submission()], lease)
+    with server_side.write.begin() as connection:
+        commits.count_up(connection, lease)
+        with pytest.raises(LedgerUnavailable):
+            ledger.write([submission()], lease)
+    assert ledger.write([submission()], lease) == [Outcome.WRITTEN]
+    assert ledger.find("a") is None, "carried out after all, by the word of the count"
+    server_side.dispose()
+    ledger.close()
+
+
+def test_c74_a_commit_in_doubt_of_a_scheduler_that_lost_its_lease_stays_unwritten(postgres_url: str) -> None:
+    ledger = open_ledger(postgres_url)
+    lease, heir = ledger.take_lease("s", 0.0), ledger.take_lease("heir", 60.0)
+    with answer_of_commit_lost(ledger, carried_out=False), pytest.raises(LedgerUnavailable):
+        ledger.write([submission()], lease)
+    ledger.take_over(heir, [lease.number])
+    with pytest.raises(LeaseLost):
+        ledger.write([submission()], lease)
+    ledger.close()
+
+
+def test_c73_what_a_crash_of_the_server_took_is_written_again() -> None:
+    """Also when the server has given the lost transaction's number to another since, which it does."""
+    with postgres_server() as server:
+        ledger = open_ledger(server.url(server.create_database()))
+        lease = ledger.take_lease("s", 60.0)
+        run_to_decode(ledger)
+        batch: list[Record] = [submission("new"), tokens("a", 0, 5)]
+        event.listen(ledger._engines.write, "commit", lambda connection: server.kill(), once=True)
+        with pytest.raises(LedgerUnavailable):
+            ledger.write(batch, lease)
+        server.start()
+        for _ in range(10):
+            server.execute(sql.SQL("SELECT pg_current_xact_id()"))
+        assert ledger.write(batch, lease) == [Outcome.WRITTEN, Outcome.WRITTEN]
+        assert ledger.find("new") is not None
+        assert ledger.output("a").token_ids == (5,)
+        ledger.close()
 
 
 def test_durability_is_as_asked(url: str) -> None:
