@@ -31,6 +31,9 @@ _DEADLINE_MARGIN_S = 5.0
 class AsyncClient:
     """Calls a scheduler at `address` (`host:port` or `unix:PATH`). Use it in one event loop.
 
+    Several addresses, with commas between them, are those of schedulers on one database: a call or a stream whose scheduler is
+    lost goes on at the next.
+
     `timeout` (seconds) is the deadline of every call that is given none; streams have none of their own. While the server is
     unavailable, calls are tried again as `retry` says. `token` is sent with every call; give `tls` with it wherever
     others can listen. Every method raises a `TokenmillError`.
@@ -130,10 +133,14 @@ class AsyncClient:
 
     async def _is_ready(self, timeout_s: float) -> bool:
         check = self._transport.channel.unary_unary(health.CHECK, None, None)
+        address = self._transport.current
         try:
-            return health.is_serving(await check(health.check_request(_SERVICE), timeout=timeout_s))
+            ready = health.is_serving(await check(health.check_request(_SERVICE), timeout=timeout_s))
         except grpc.aio.AioRpcError:
-            return False
+            ready = False
+        if not ready:
+            self._transport.leave(address)
+        return ready
 
     @property
     def _stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:

@@ -1,6 +1,9 @@
-"""The gRPC channel and its options. Must not know: what is called on it."""
+"""gRPC channels and their options, and several of them used as one. Must not know: what is called on them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -12,9 +15,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A frozen peer shows after time + timeout; the second timeout is the transport's own, 60 s unless set. The scheduler allows
     # such pings; a server with gRPC's defaults would end an idle stream with "Too many pings", and it would be taken up again.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     # gRPC waits 1 s, then up to 2 minutes, before it connects again: too long for a scheduler that is back in one second.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -33,3 +36,35 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
     if credentials is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+class Channels:
+    """What a stub needs of a channel, over those to several schedulers of one service: each call goes to the current one."""
+
+    def __init__(self, addresses: tuple[str, ...], credentials: grpc.ChannelCredentials | None) -> None:
+        """Each channel is opened when it is first used."""
+        self.current = addresses[0]
+        self._addresses = addresses
+        self._credentials = credentials
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def leave(self, address: str) -> bool:
+        """Turns to the next one after `address` failed, unless that was done already. False if there is no other."""
+        if address == self.current:
+            self.current = self._addresses[(self._addresses.index(address) + 1) % len(self._addresses)]
+        return address != self.current
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    def unary_unary(self, *method: Any, **codec: Any) -> Callable[..., Any]:
+        return lambda request, **options: self._channel().unary_unary(*method, **codec)(request, **options)
+
+    def unary_stream(self, *method: Any, **codec: Any) -> Callable[..., Any]:
+        return lambda request, **options: self._channel().unary_stream(*method, **codec)(request, **options)
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self.current not in self._channels:
+            self._channels[self.current] = open_channel(self.current, self._credentials)
+        return self._channels[self.current]

@@ -51,6 +51,7 @@ class AsyncStream(AsyncIterator[Delta]):
         self._deadline_s = None if timeout is None else time.monotonic() + timeout
         self._backoff = Backoff(transport.retry)
         self._call: StreamCall | None = None
+        self._address = transport.current
         self._closed = False
 
     @property
@@ -123,6 +124,7 @@ class AsyncStream(AsyncIterator[Delta]):
     async def _read(self) -> StreamEvent:
         if self._call is None:
             self._progress.reconnected()
+            self._address = self._transport.current
             self._call = self._connect(self._progress, self._remaining_s())
         event = incoming.stream_event(await self._call.read())
         if event is None:
@@ -133,7 +135,7 @@ class AsyncStream(AsyncIterator[Delta]):
         self._call = None
         retry = self._transport.retry
         limit_s = retry.attach_limit_s if self._progress.accepted else retry.call_limit_s
-        await self._transport.pause(self._backoff, failure, limit_s)
+        await self._transport.pause(self._backoff, failure, limit_s, self._address)
 
     def _remaining_s(self) -> float | None:
         if self._deadline_s is None:

@@ -1,15 +1,15 @@
-"""One channel, and how calls on it are made: deadlines, typed errors, retries. Must not know: what the calls mean."""
+"""How calls are made: deadlines, typed errors, retries, and the next scheduler when one is lost. Must not know: what they mean."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import grpc
 
-from tokenmill_client.channel import open_channel
+from tokenmill_client.channel import Channels
 from tokenmill_client.errors import NoSecureConnection, TokenmillError, Unavailable, from_rpc_error
 from tokenmill_client.retry import Backoff, RetryPolicy
 from tokenmill_client.security import Tls, call_metadata, channel_credentials
@@ -19,45 +19,60 @@ R = TypeVar("R")
 
 
 class Transport:
-    """Opens its channel on first use, so that it may be made outside of an event loop."""
+    """To one address, or to several with commas between them. Opens channels on first use, so that it may be made outside of an
+    event loop.
+    """
 
     def __init__(self, address: str, timeout: float, retry: RetryPolicy, token: str | None = None, tls: Tls | None = None) -> None:
         """Raises OSError or ValueError when the files for TLS or the token are not right."""
         self.address = address
         # Sent by hand: gRPC's own call credentials refuse connections without TLS, unix sockets among them.
         self.metadata = call_metadata(token)
-        self._credentials = None if tls is None else channel_credentials(tls)
+        credentials = None if tls is None else channel_credentials(tls)
+        self._channels = Channels(tuple(dict.fromkeys(part.strip() for part in address.split(","))), credentials)
         self.timeout_s = timeout
         self.retry = retry
-        self._channel: grpc.aio.Channel | None = None
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            self._channel = open_channel(self.address, self._credentials)
-        return self._channel
+        """For stubs, which use no more of a channel than `Channels` has."""
+        return cast("grpc.aio.Channel", self._channels)
+
+    @property
+    def current(self) -> str:
+        """The address that the next call goes to."""
+        return self._channels.current
+
+    def leave(self, address: str) -> bool:
+        """Turns to the next address, if there is one, after a failure at this one."""
+        return self._channels.leave(address)
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
+        await self._channels.close()
 
     async def call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q, timeout: float | None) -> R:
         """One call, tried again while the server is unavailable: every call of the protocol may be repeated."""
         deadline_s = time.monotonic() + (self.timeout_s if timeout is None else timeout)
         backoff = Backoff(self.retry)
         while True:
+            address = self.current
             try:
                 return await method(request, timeout=max(0.0, deadline_s - time.monotonic()), metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
                 failure = self.typed(error)
                 limit_s = min(self.retry.call_limit_s, deadline_s - time.monotonic())
-                await self.pause(backoff, failure, limit_s)
+                await self.pause(backoff, failure, limit_s, address)
 
-    async def pause(self, backoff: Backoff, failure: TokenmillError, limit_s: float) -> None:
-        """Waits before the next try, or raises `failure` when trying again is of no use or has lasted `limit_s`."""
+    async def pause(self, backoff: Backoff, failure: TokenmillError, limit_s: float, address: str) -> None:
+        """Waits before the next try, at another address than the one that failed if there is one.
+
+        Raises `failure` when trying again is of no use or has lasted `limit_s`.
+        """
         if not isinstance(failure, Unavailable):
             raise failure
-        delay_s = backoff.next_delay_s(time.monotonic(), limit_s, random.random(), failure.retry_delay_s or 0.0)
+        # What one scheduler asks for says nothing of another.
+        asked_s = 0.0 if self.leave(address) else failure.retry_delay_s or 0.0
+        delay_s = backoff.next_delay_s(time.monotonic(), limit_s, random.random(), asked_s)
         if delay_s is None:
             raise failure
         await asyncio.sleep(delay_s)

@@ -14,6 +14,7 @@ import pytest
 from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2
 from tokenmill.inference.v1 import types_pb2 as types
+from tokenmill_client import AsyncClient, RequestState
 
 from tests.fakes.calls import Caller, Stream, eventually, foretold, spec
 from tests.fakes.postgres import PostgresServer
@@ -102,6 +103,19 @@ async def test_c74_a_killed_schedulers_executors_and_requests_are_taken_over(mil
         assert await executors_of(other) == ["x1", "x2"]
         for at, (stream, call) in enumerate(own):
             assert (await stream.read(call)).tokens == foretold([60 + at], TOKENS)  # type: ignore[arg-type]
+
+
+async def test_a_client_that_knows_both_addresses_goes_on_at_the_other(mill: Mill) -> None:
+    first, second = await mill.two(SHORT)
+    async with AsyncClient(f"{first.address},{second.address}") as client:
+        streams = [client.generate(token_ids=[60 + at], max_tokens=TOKENS, seed=1, ignore_eos=True) for at in range(3)]
+        for stream in streams:
+            await anext(stream)
+        first.kill()
+        outputs = await asyncio.gather(*[stream.result() for stream in streams])
+        assert [list(output.token_ids) for output in outputs] == [foretold([60 + at], TOKENS) for at in range(3)]
+        # Its calls go to the second one as well.
+        assert (await client.get_request(streams[0].request_id)).info.state is RequestState.DONE
 
 
 async def test_c74_a_scheduler_that_stood_still_finds_that_it_may_write_no_more_and_stops(mill: Mill) -> None:
