@@ -14,7 +14,7 @@ import click
 from tokenmill_cli.app import root_options
 from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
-_COMMANDS = ("serve", "generate", "requests", "executors", "load", "models", "db", "auth", "demo", "completion")
+_COMMANDS = ("serve", "generate", "requests", "executors", "queue", "actions", "load", "models", "db", "auth", "demo", "completion")
 
 
 class _LazyGroup(click.Group):

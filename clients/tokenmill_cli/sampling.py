@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import click
+from tokenmill_client import Lane
 from tokenmill_client.options import GenerateOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,7 +44,9 @@ _OPTIONS: tuple[Callable[[F], F], ...] = (
     click.option("--logprobs", type=int, help="Log probabilities of this many likeliest tokens (with --json)."),
     click.option("--model", help="The model.  [default: the only one served]"),
     click.option("--priority", type=int, help="Higher runs sooner.  [default: 0]"),
+    click.option("--lane", type=click.Choice([lane.value for lane in Lane]), help="Quality of service.  [default: standard]"),
     click.option("--timeout", type=float, metavar="SECONDS", help="End the request so long after it was accepted."),
+    click.option("--queue-timeout", type=float, metavar="SECONDS", help="End it if it has not run by then."),
     click.option("--tenant", help="Whose request it is."),
     click.option("--request-id", help="An id of your own: sending it again joins the first."),
     click.option("--cache-salt", help="Share cached prefixes only with requests of this salt."),
@@ -62,4 +65,6 @@ def chosen(options: dict[str, Any]) -> GenerateOptions:
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
+    if "lane" in given:
+        given["lane"] = Lane(given["lane"])
     return cast(GenerateOptions, given)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import click
 from rich.console import Group
@@ -14,8 +16,14 @@ from tokenmill_client import Client, RequestFilter, RequestInfo, RequestState
 from tokenmill_cli.app import App, console
 from tokenmill_cli.output import age, local_time, print_json_line, table
 
-_COLUMNS = ("REQUEST", "STATE", "PRIO", "TOKENS", "AGE", "TENANT")
+_COLUMNS = ("REQUEST", "STATE", "LANE", "PRIO", "TOKENS", "AGE", "TENANT")
+_PAGE_SIZE = 1_000
 _UNFINISHED = tuple(state for state in RequestState if not state.ended)
+
+
+interval_option = click.option(
+    "--interval", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS", help="Between two looks."
+)
 
 
 def request_table(infos: Sequence[RequestInfo]) -> Table:
@@ -23,6 +31,7 @@ def request_table(infos: Sequence[RequestInfo]) -> Table:
         (
             info.request_id,
             info.state,
+            info.lane,
             info.priority,
             f"{info.usage.prompt_tokens}+{info.usage.output_tokens}",
             age(info.submitted_at),
@@ -49,10 +58,39 @@ def watch_one(app: App, client: Client, request_id: str, interval_s: float) -> N
         time.sleep(interval_s)
 
 
-def watch_lines(app: App, client: Client, condition: RequestFilter, interval_s: float) -> None:
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Which requests, in which order, and how many at most (None: all)."""
+
+    condition: RequestFilter
+    oldest_first: bool = True
+    by_priority: bool = False
+    limit: int | None = None
+
+    def read(self, client: Client) -> list[RequestInfo]:
+        page_size = min(self.limit or _PAGE_SIZE, _PAGE_SIZE)
+        found = client.admin.list_requests(
+            self.condition, oldest_first=self.oldest_first, by_priority=self.by_priority, page_size=page_size
+        )
+        return list(islice(found, self.limit))
+
+    def unfinished(self) -> Listing:
+        """The same without those that have ended, unless it names states itself."""
+        return self if self.condition.states else replace(self, condition=replace(self.condition, states=_UNFINISHED))
+
+
+def watch(app: App, client: Client, listing: Listing, interval_s: float) -> None:
+    """Until interrupted: on a terminal a table that stays in place, into a pipe and as JSON a line for each change."""
+    if app.json or not console().is_terminal:
+        _watch_lines(app, client, listing, interval_s)
+    else:
+        _watch_table(client, listing, interval_s)
+
+
+def _watch_lines(app: App, client: Client, listing: Listing, interval_s: float) -> None:
     last: dict[str, RequestInfo] = {}
     while True:
-        infos = _unfinished(client, condition)
+        infos = listing.read(client)
         now = {info.request_id: info for info in infos}
         gone = [_found(client, request_id) for request_id in last.keys() - now.keys()]
         for info in [*gone, *infos]:
@@ -75,18 +113,13 @@ def _line(app: App, info: RequestInfo) -> None:
         click.echo(f"{info.request_id}  {info.state:<9}  priority {info.priority}  {tokens} tokens  {info.wait_reason}".rstrip())
 
 
-def watch_table(client: Client, condition: RequestFilter, interval_s: float) -> None:
+def _watch_table(client: Client, listing: Listing, interval_s: float) -> None:
     with Live(console=console(), auto_refresh=False, screen=False) as live:
         while True:
-            infos, load = _unfinished(client, condition), client.admin.get_load()
+            infos, load = listing.read(client), client.admin.get_load()
             head = f"{load.num_requests_running} running, {load.num_requests_waiting} waiting, KV {load.kv_cache_usage:.0%}"
+            head += f", queue paused {load.queue_pause_reason}" if load.queue_paused else ""
             rows = max(1, live.console.height - 4)
             more = f"… and {len(infos) - rows} more" if len(infos) > rows else ""
             live.update(Group(head, request_table(infos[:rows]), more), refresh=True)
             time.sleep(interval_s)
-
-
-def _unfinished(client: Client, condition: RequestFilter) -> list[RequestInfo]:
-    if not condition.states:
-        condition = RequestFilter(_UNFINISHED, condition.tenant, condition.min_priority, condition.max_priority, condition.model)
-    return list(client.admin.list_requests(condition, oldest_first=True, page_size=1_000))

@@ -32,7 +32,7 @@ from tokenmill_client.errors import (
     Unavailable,
 )
 from tokenmill_client.options import Message
-from tokenmill_client.records import Delta, FinishReason, Output, RequestFilter, RequestInfo, RequestState, Usage
+from tokenmill_client.records import Delta, FinishReason, Lane, Output, RequestFilter, RequestInfo, RequestState, Usage
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream
@@ -49,6 +49,7 @@ __all__ = [
     "Delta",
     "FinishReason",
     "InvalidRequest",
+    "Lane",
     "Message",
     "NoSecureConnection",
     "NotFound",

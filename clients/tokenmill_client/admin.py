@@ -7,7 +7,7 @@ from datetime import datetime
 
 from tokenmill.admin.v1 import admin_pb2_grpc
 
-from tokenmill_client.records import CancelOutcome, Executor, Load, RequestFilter, RequestInfo, RequestLife
+from tokenmill_client.records import Action, CancelOutcome, Executor, Load, RequestFilter, RequestInfo, RequestLife
 from tokenmill_client.transport import Transport
 from tokenmill_client.wire import incoming, outgoing
 
@@ -23,13 +23,17 @@ class AsyncAdmin:
         condition: RequestFilter | None = None,
         *,
         oldest_first: bool = False,
+        by_priority: bool = False,
         page_size: int = 100,
         timeout: float | None = None,
     ) -> AsyncIterator[RequestInfo]:
-        """All requests that meet the condition, page by page as they are read; newest first. `timeout` is a page's."""
+        """All requests that meet the condition, page by page as they are read; newest first. `timeout` is a page's.
+
+        `by_priority`: the highest first, and by age among equals.
+        """
         page_token = ""
         while True:
-            request = outgoing.list_requests(condition, page_size, page_token, oldest_first)
+            request = outgoing.list_requests(condition, page_size, page_token, oldest_first, by_priority)
             response = await self._transport.call(self._stub.ListRequests, request, timeout)
             for info in response.requests:
                 yield incoming.request_info(info)
@@ -57,12 +61,52 @@ class AsyncAdmin:
         return tuple(incoming.cancel_outcome(outcome) for outcome in response.outcomes)
 
     async def update_request(
-        self, request_id: str, *, priority: int | None = None, deadline: datetime | None = None, timeout: float | None = None
+        self,
+        request_id: str,
+        *,
+        priority: int | None = None,
+        deadline: datetime | None = None,
+        reason: str = "",
+        timeout: float | None = None,
     ) -> RequestInfo:
         """Changes what is given, of a request that has not ended."""
-        request = outgoing.update_request(request_id, priority, deadline)
+        request = outgoing.update_request(request_id, priority, deadline, reason)
         response = await self._transport.call(self._stub.UpdateRequest, request, timeout)
         return incoming.request_info(response.request)
+
+    async def retry_request(self, request_id: str, *, reason: str = "", timeout: float | None = None) -> str:
+        """Submits a FAILED request again, to run detached; returns the new request's id."""
+        request = outgoing.retry_request(request_id, reason)
+        return (await self._transport.call(self._stub.RetryRequest, request, timeout)).request_id
+
+    async def pause_queue(self, *, reason: str = "", timeout: float | None = None) -> bool:
+        """Waiting requests wait until `resume_queue`, also across restarts. False when it was paused already."""
+        return not (await self._transport.call(self._stub.PauseQueue, outgoing.pause_queue(reason), timeout)).unchanged
+
+    async def resume_queue(self, *, reason: str = "", timeout: float | None = None) -> bool:
+        """False when it was not paused."""
+        return not (await self._transport.call(self._stub.ResumeQueue, outgoing.resume_queue(reason), timeout)).unchanged
+
+    async def drain_executor(self, name: str, *, reason: str = "", timeout: float | None = None) -> Executor:
+        """Moves its work elsewhere and gives it none until `undrain_executor`, also across restarts."""
+        response = await self._transport.call(self._stub.DrainExecutor, outgoing.drain_executor(name, reason), timeout)
+        return incoming.executor(response.executor)
+
+    async def undrain_executor(self, name: str, *, reason: str = "", timeout: float | None = None) -> Executor:
+        response = await self._transport.call(self._stub.UndrainExecutor, outgoing.undrain_executor(name, reason), timeout)
+        return incoming.executor(response.executor)
+
+    async def list_actions(self, target: str = "", *, page_size: int = 100, timeout: float | None = None) -> AsyncIterator[Action]:
+        """What operators did, to a request or an executor or at all, newest first, page by page. `timeout` is a page's."""
+        page_token = ""
+        while True:
+            request = outgoing.list_actions(target, page_size, page_token)
+            response = await self._transport.call(self._stub.ListActions, request, timeout)
+            for action in response.actions:
+                yield incoming.action(action)
+            page_token = response.next_page_token
+            if not page_token:
+                return
 
     async def list_executors(self, *, timeout: float | None = None) -> tuple[Executor, ...]:
         response = await self._transport.call(self._stub.ListExecutors, outgoing.list_executors(), timeout)

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 from tokenmill_client.admin import AsyncAdmin
 from tokenmill_client.aio import DEFAULT_ADDRESS, AsyncClient
 from tokenmill_client.options import GenerateOptions, OutputForm
-from tokenmill_client.records import Delta, Output, RequestInfo
+from tokenmill_client.records import Action, Delta, Output, RequestInfo
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream
@@ -127,6 +127,12 @@ class Admin(_Blocking[AsyncAdmin]):
     get_request = _blocking(AsyncAdmin.get_request)
     cancel_requests = _blocking(AsyncAdmin.cancel_requests)
     update_request = _blocking(AsyncAdmin.update_request)
+    retry_request = _blocking(AsyncAdmin.retry_request)
+    pause_queue = _blocking(AsyncAdmin.pause_queue)
+    resume_queue = _blocking(AsyncAdmin.resume_queue)
+    drain_executor = _blocking(AsyncAdmin.drain_executor)
+    undrain_executor = _blocking(AsyncAdmin.undrain_executor)
+    list_actions: Callable[..., Iterator[Action]] = _blocking_iterator(AsyncAdmin.list_actions)
     list_executors = _blocking(AsyncAdmin.list_executors)
     get_load = _blocking(AsyncAdmin.get_load)
 

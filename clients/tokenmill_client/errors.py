@@ -50,7 +50,7 @@ class AlreadyExists(TokenmillError):
 
 
 class AlreadyEnded(TokenmillError):
-    """The change asked for needs a request that has not ended."""
+    """The request has ended in a way that the change asked for does not fit, or, to be tried again, has not failed."""
 
 
 class ResourceExhausted(TokenmillError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
+from tokenmill_client.records import Lane
+
 # What a stream carries.
 OutputForm = Literal["text", "token_ids", "both"]
 
@@ -45,12 +47,17 @@ class PromptForms(TypedDict, total=False):
 
 
 class SubmitOptions(SamplingOptions, PromptForms, total=False):
-    """`timeout` (seconds) is the request's: so long after it was accepted it ends as EXPIRED, with its tokens so far."""
+    """`timeout` (seconds) is the request's: so long after it was accepted it ends as EXPIRED, with its tokens so far.
+
+    `queue_timeout` (seconds) ends it likewise if it has not run by then. `lane` matters under the scheduler's policy `priority`.
+    """
 
     request_id: str
     model: str
     priority: int
+    lane: Lane
     timeout: float
+    queue_timeout: float
     tenant: str
     cache_salt: str
 

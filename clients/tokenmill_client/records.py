@@ -188,6 +188,9 @@ class RequestFilter:
     min_priority: int | None = None
     max_priority: int | None = None
     model: str = ""
+    lanes: tuple[Lane, ...] = ()
+    # Accepted at least so many seconds ago.
+    min_age: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,18 @@ class Executor:
 
 
 @dataclass(frozen=True, slots=True)
+class Action:
+    """Something an operator did; `target` is a request id or an executor's name, or empty for the queue."""
+
+    at: datetime
+    actor: str
+    verb: str
+    target: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Meanings as in `tokenmill.admin.v1.GetLoadResponse`."""
 
@@ -259,3 +274,6 @@ class Load:
     batching: str
     policy: str
     queue_paused: bool
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    queue_pause_reason: str

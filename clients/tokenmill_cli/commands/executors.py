@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from tokenmill_client.records import Executor
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.output import facts, print_json, show
@@ -10,7 +11,7 @@ from tokenmill_cli.output import facts, print_json, show
 
 @click.group()
 def executors() -> None:
-    """See what runs the models."""
+    """See what runs the models, and take work off it."""
 
 
 @executors.command("list")
@@ -27,16 +28,55 @@ def list_(app: App) -> None:
     if not known:
         screen.print("No executor yet.")
     for executor in known:
-        counts = f"{executor.held_blocks} held, {executor.cached_blocks} cached, {executor.free_blocks} free"
-        lines: list[tuple[str, object]] = [
-            ("name", executor.name),
-            ("address", executor.address),
-            ("model", executor.model),
-            ("device", executor.device),
-            ("connected", f"yes, epoch {executor.epoch}" if executor.connected else "no"),
-            ("running", executor.running),
-            ("blocks", f"{counts} of {executor.total_blocks}, {executor.block_size} tokens each"),
-            ("steps", executor.steps),
-            ("idle", f"{executor.idle_share:.1%} of the time that work waited"),
-        ]
-        show(screen, facts(lines))
+        show(screen, facts(_facts(executor)))
+
+
+def _facts(executor: Executor) -> list[tuple[str, object]]:
+    counts = f"{executor.held_blocks} held, {executor.cached_blocks} cached, {executor.free_blocks} free"
+    return [
+        ("name", executor.name),
+        ("address", executor.address),
+        ("model", executor.model),
+        ("device", executor.device),
+        ("connected", f"yes, epoch {executor.epoch}" if executor.connected else "no"),
+        ("drained", "yes" if executor.draining else ""),
+        ("running", executor.running),
+        ("blocks", f"{counts} of {executor.total_blocks}, {executor.block_size} tokens each"),
+        ("steps", executor.steps),
+        ("idle", f"{executor.idle_share:.1%} of the time that work waited"),
+    ]
+
+
+_reason_option = click.option("--reason", default="", help="Shown to those who wait, and kept in the record of actions.")
+
+
+@executors.command("drain")
+@click.argument("name")
+@_reason_option
+@server_options
+@pass_app
+def drain(app: App, name: str, reason: str) -> None:
+    """Move the work off an executor and give it none until `undrain`, also across restarts.
+
+    What runs on it goes on elsewhere, or waits; nothing fails.
+    """
+    with app.client() as client:
+        _show(app, client.admin.drain_executor(name, reason=reason))
+
+
+@executors.command("undrain")
+@click.argument("name")
+@_reason_option
+@server_options
+@pass_app
+def undrain(app: App, name: str, reason: str) -> None:
+    """Give an executor work again."""
+    with app.client() as client:
+        _show(app, client.admin.undrain_executor(name, reason=reason))
+
+
+def _show(app: App, executor: Executor) -> None:
+    if app.json:
+        print_json(executor)
+    else:
+        show(console(), facts(_facts(executor)))

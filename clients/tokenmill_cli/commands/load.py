@@ -21,6 +21,7 @@ def load(app: App) -> None:
     lines: list[tuple[str, object]] = [
         ("running", f"{now.num_requests_running} of {now.max_num_seqs}"),
         ("waiting", now.num_requests_waiting),
+        ("queue", f"paused {now.queue_pause_reason}" if now.queue_paused else ""),
         ("KV cache", f"{now.kv_cache_usage:.1%} held"),
         ("batching", f"{now.batching}, {now.policy}, {now.max_num_batched_tokens} tokens a step"),
         ("occupancy", f"{now.batch_occupancy:.1%} of a batch, over {now.steps} steps"),

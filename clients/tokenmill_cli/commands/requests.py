@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from itertools import islice
 from typing import Any
 
 import click
@@ -13,10 +12,12 @@ from tokenmill_client import Client, RequestFilter, RequestInfo
 from tokenmill_client.records import CancelOutcome, RequestLife
 
 from tokenmill_cli.app import App, console, pass_app, server_options
+from tokenmill_cli.commands.actions import action_table
 from tokenmill_cli.exits import CommandError, ExitCode
 from tokenmill_cli.filters import filter_options, request_filter
 from tokenmill_cli.output import facts, local_time, print_json, show, table
-from tokenmill_cli.watching import request_table, watch_lines, watch_one, watch_table
+from tokenmill_cli.watching import Listing, interval_option, request_table, watch_one
+from tokenmill_cli.watching import watch as watch_listing
 
 
 @click.group()
@@ -26,17 +27,22 @@ def requests() -> None:
 
 @requests.command("list")
 @filter_options
-@click.option("--oldest-first", is_flag=True, help="Newest first unless given.")
+@click.option(
+    "--sort", type=click.Choice(["newest", "oldest", "priority"]), default="newest", show_default=True,
+    help="priority: the highest first, the oldest of equals first.",
+)  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=0), default=50, show_default=True, help="Most to show; 0 for all.")
+@click.option("--watch", "watching", is_flag=True, help="Show it again and again until Ctrl-C; into a pipe, each change.")
+@interval_option
 @server_options
 @pass_app
-def list_(app: App, oldest_first: bool, limit: int, **conditions: Any) -> None:
+def list_(app: App, sort: str, limit: int, watching: bool, interval: float, **conditions: Any) -> None:
     """Requests, newest first."""
+    listing = Listing(request_filter(**conditions), sort != "newest", sort == "priority", limit or None)
     with app.client() as client:
-        found = client.admin.list_requests(
-            request_filter(**conditions), oldest_first=oldest_first, page_size=min(limit or 1_000, 1_000)
-        )
-        infos = list(islice(found, limit or None))
+        if watching:
+            watch_listing(app, client, listing, interval)
+        infos = listing.read(client)
     if app.json:
         print_json(infos)
     else:
@@ -52,15 +58,19 @@ def get(app: App, request_id: str, with_text: bool) -> None:
     """One request with its whole life, and why it waits."""
     with app.client() as client:
         life = client.admin.get_request(request_id)
+        actions = list(client.admin.list_actions(request_id))
         text = client.get_request(request_id, include_output=True).output_text if with_text else None
     if app.json:
         extra = {} if text is None else {"output_text": text}
-        print_json({"info": life.info, "transitions": life.transitions, **extra})
+        print_json({"info": life.info, "transitions": life.transitions, "actions": actions, **extra})
         return
     screen = console()
     show(screen, facts(_facts(life.info)))
     click.echo()
     show(screen, _transitions(life))
+    if actions:
+        click.echo()
+        show(screen, action_table(actions))
     if text is not None:
         click.echo(f"\n{text}")
 
@@ -75,7 +85,9 @@ def _facts(info: RequestInfo) -> list[tuple[str, object]]:
         ("error", info.error),
         ("waits because", info.wait_reason),
         ("executor", info.executor),
+        ("lane", info.lane),
         ("priority", info.priority),
+        ("second try of", info.retry_of),
         ("tokens", f"{info.usage.prompt_tokens} prompt, {info.usage.output_tokens} output"),
         ("preemptions", info.preemptions),
         ("detached", "yes" if info.detached else "no"),
@@ -155,28 +167,70 @@ def _outcome_text(outcome: CancelOutcome, dry_run: bool) -> str:
 
 
 @requests.command("prioritize", context_settings={"ignore_unknown_options": True})
-@click.argument("request_id")
-@click.argument("priority", type=int, required=False)
+@click.argument("words", nargs=-1, metavar="[REQUEST_ID] [PRIORITY]")
+@filter_options
 @click.option("--deadline-in", type=click.FloatRange(min=0), metavar="SECONDS", help="Set the deadline so long from now.")
+@click.option("--reason", default="", help="Kept in the record of actions.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @server_options
 @pass_app
-def prioritize(app: App, request_id: str, priority: int | None, deadline_in: float | None) -> None:
-    """Give a waiting or running request another priority (higher runs sooner), or another deadline."""
+def prioritize(app: App, words: tuple[str, ...], deadline_in: float | None, reason: str, yes: bool, **conditions: Any) -> None:
+    """Give a request, or all unfinished ones that meet the conditions, another priority (higher runs sooner) or deadline."""
+    condition = request_filter(**conditions)
+    by_id = condition == RequestFilter()
+    if by_id and not words:
+        raise click.UsageError("Give either a request id or conditions, such as --tenant or --lane.")
+    priority = _read_priority(words[1:] if by_id else words)
     if priority is None and deadline_in is None:
         raise click.UsageError("Give a priority, or --deadline-in.")
     deadline = None if deadline_in is None else datetime.now(UTC) + timedelta(seconds=deadline_in)
     with app.client() as client:
-        info = client.admin.update_request(request_id, priority=priority, deadline=deadline)
+        request_ids = [words[0]] if by_id else _confirmed(client, condition, yes)
+        infos = [client.admin.update_request(id_, priority=priority, deadline=deadline, reason=reason) for id_ in request_ids]
     if app.json:
-        print_json(info)
+        print_json(infos[0] if by_id else infos)
+    elif by_id:
+        show(console(), facts(_facts(infos[0])))
     else:
-        show(console(), facts(_facts(info)))
+        show(console(), request_table(infos))
+
+
+def _read_priority(words: Sequence[str]) -> int | None:
+    if len(words) > 1:
+        raise click.UsageError(f"One priority is enough: {' '.join(words)}")
+    try:
+        return int(words[0]) if words else None
+    except ValueError:
+        raise click.UsageError(f"A priority is a whole number, not {words[0]}.") from None
+
+
+def _confirmed(client: Client, condition: RequestFilter, yes: bool) -> list[str]:
+    """The ids of those that meet the condition now and have not ended, once their number is confirmed."""
+    request_ids = [info.request_id for info in Listing(condition).unfinished().read(client)]
+    if request_ids and not yes:
+        click.confirm(f"Change {len(request_ids)} request{'s' * (len(request_ids) != 1)}?", abort=True, err=True)
+    return request_ids
+
+
+@requests.command("retry")
+@click.argument("request_id")
+@click.option("--reason", default="", help="Kept in the record of actions.")
+@server_options
+@pass_app
+def retry(app: App, request_id: str, reason: str) -> None:
+    """Submit a failed request again, as a new one that runs detached; prints its id."""
+    with app.client() as client:
+        new_id = client.admin.retry_request(request_id, reason=reason)
+    if app.json:
+        print_json({"request_id": new_id, "retry_of": request_id})
+    else:
+        click.echo(new_id)
 
 
 @requests.command("watch")
 @click.argument("request_id", required=False)
 @filter_options
-@click.option("--interval", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS")
+@interval_option
 @server_options
 @pass_app
 def watch(app: App, request_id: str | None, interval: float, **conditions: Any) -> None:
@@ -187,7 +241,5 @@ def watch(app: App, request_id: str | None, interval: float, **conditions: Any) 
     with app.client() as client:
         if request_id is not None:
             watch_one(app, client, request_id, interval)
-        elif app.json or not console().is_terminal:
-            watch_lines(app, client, request_filter(**conditions), interval)
         else:
-            watch_table(client, request_filter(**conditions), interval)
+            watch_listing(app, client, Listing(request_filter(**conditions)).unfinished(), interval)

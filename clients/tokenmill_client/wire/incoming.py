@@ -114,6 +114,7 @@ def request_info(info: types_pb2.RequestInfo) -> records.RequestInfo:
         state=_state(info.state),
         finish_reason=_finish_reason(info.finish_reason),
         usage=_usage(info.usage),
+        lane=_lane(info.lane),
         submitted_at=_time(info, "submitted_at"),
         first_token_at=_time(info, "first_token_at"),
         finished_at=_time(info, "finished_at"),
@@ -142,6 +143,10 @@ def cancel_outcome(outcome: admin_pb2.CancelRequestsResponse.Outcome) -> records
 
 def executor(message: admin_pb2.Executor) -> records.Executor:
     return _record(records.Executor, message, joined_at=_time(message, "joined_at"))
+
+
+def action(message: admin_pb2.Action) -> records.Action:
+    return _record(records.Action, message, at=message.at.ToDatetime(tzinfo=UTC))
 
 
 def load(response: admin_pb2.GetLoadResponse) -> records.Load:

@@ -12,7 +12,7 @@ from tokenmill.inference.v1 import inference_pb2, types_pb2
 
 from tokenmill_client.errors import ErrorDetails, InvalidRequest
 from tokenmill_client.options import GenerateOptions, OutputForm, PromptForms, SubmitOptions
-from tokenmill_client.records import RequestFilter
+from tokenmill_client.records import Lane, RequestFilter
 
 _SCALARS = frozenset(
     {
@@ -92,11 +92,18 @@ def _request_spec(text: str | None, options: SubmitOptions) -> inference_pb2.Req
         if value is not None:
             with _Field(name):
                 setattr(spec, name, value)
-    timeout_s = options.get("timeout")
-    if timeout_s is not None:
-        with _Field("timeout"):
-            spec.timeout.FromNanoseconds(round(timeout_s * 1e9))
+    lane = options.get("lane")
+    if lane is not None:
+        spec.lane = _lane(lane)
+    for name, seconds in (("timeout", options.get("timeout")), ("queue_timeout", options.get("queue_timeout"))):
+        if seconds is not None:
+            with _Field(name):
+                getattr(spec, name).FromNanoseconds(round(seconds * 1e9))
     return spec
+
+
+def _lane(lane: Lane) -> types_pb2.Lane.ValueType:
+    return types_pb2.Lane.Value(f"LANE_{lane.name}")
 
 
 def _sampling(options: SubmitOptions) -> types_pb2.SamplingParams:
@@ -138,10 +145,14 @@ def _output_options(form: OutputForm) -> inference_pb2.OutputOptions:
 
 
 def list_requests(
-    condition: RequestFilter | None, page_size: int, page_token: str, oldest_first: bool
+    condition: RequestFilter | None, page_size: int, page_token: str, oldest_first: bool, by_priority: bool
 ) -> admin_pb2.ListRequestsRequest:
     return admin_pb2.ListRequestsRequest(
-        filter=_request_filter(condition), page_size=page_size, page_token=page_token, oldest_first=oldest_first
+        filter=_request_filter(condition),
+        page_size=page_size,
+        page_token=page_token,
+        oldest_first=oldest_first,
+        by_priority=by_priority,
     )
 
 
@@ -157,10 +168,34 @@ def cancel_requests(
     )
 
 
-def update_request(request_id: str, priority: int | None, deadline: datetime | None) -> admin_pb2.UpdateRequestRequest:
+def update_request(request_id: str, priority: int | None, deadline: datetime | None, reason: str) -> admin_pb2.UpdateRequestRequest:
     return admin_pb2.UpdateRequestRequest(
-        request_id=request_id, priority=priority, deadline=None if deadline is None else _timestamp(deadline)
+        request_id=request_id, priority=priority, deadline=None if deadline is None else _timestamp(deadline), reason=reason
     )
+
+
+def retry_request(request_id: str, reason: str) -> admin_pb2.RetryRequestRequest:
+    return admin_pb2.RetryRequestRequest(request_id=request_id, reason=reason)
+
+
+def pause_queue(reason: str) -> admin_pb2.PauseQueueRequest:
+    return admin_pb2.PauseQueueRequest(reason=reason)
+
+
+def resume_queue(reason: str) -> admin_pb2.ResumeQueueRequest:
+    return admin_pb2.ResumeQueueRequest(reason=reason)
+
+
+def drain_executor(name: str, reason: str) -> admin_pb2.DrainExecutorRequest:
+    return admin_pb2.DrainExecutorRequest(name=name, reason=reason)
+
+
+def undrain_executor(name: str, reason: str) -> admin_pb2.UndrainExecutorRequest:
+    return admin_pb2.UndrainExecutorRequest(name=name, reason=reason)
+
+
+def list_actions(target: str, page_size: int, page_token: str) -> admin_pb2.ListActionsRequest:
+    return admin_pb2.ListActionsRequest(target=target, page_size=page_size, page_token=page_token)
 
 
 def list_executors() -> admin_pb2.ListExecutorsRequest:
@@ -174,13 +209,17 @@ def get_load() -> admin_pb2.GetLoadRequest:
 def _request_filter(condition: RequestFilter | None) -> admin_pb2.RequestFilter | None:
     if condition is None:
         return None
-    return admin_pb2.RequestFilter(
+    message = admin_pb2.RequestFilter(
         states=[types_pb2.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in condition.states],
         tenant=condition.tenant,
         min_priority=condition.min_priority,
         max_priority=condition.max_priority,
         model=condition.model,
+        lanes=[_lane(lane) for lane in condition.lanes],
     )
+    if condition.min_age is not None:
+        message.min_age.FromNanoseconds(round(condition.min_age * 1e9))
+    return message
 
 
 def _timestamp(at: datetime) -> Timestamp:

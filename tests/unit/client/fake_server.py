@@ -71,6 +71,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         self.hold_at: int | None = None
         self.refusals: list[status_pb2.Status] = []
         self.serving = True
+        self.paused = ""
+        self.actions: list[admin_pb2.Action] = []
         self.calls: list[str] = []
         self.tokens: list[str] = []
         self.called = threading.Event()
@@ -166,6 +168,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         matching = self._matching(request.filter)
         if not request.oldest_first:
             matching.reverse()
+        if request.by_priority:
+            matching.sort(key=lambda found: -found.info.priority)
         start = int(request.page_token or 0)
         end = start + request.page_size
         page_token = str(end) if end < len(matching) else ""
@@ -185,7 +189,45 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
             found.info.priority = request.priority
         if request.HasField("deadline"):
             found.info.deadline.CopyFrom(request.deadline)
+        self._act("update", request.request_id, request.reason)
         return admin_pb2.UpdateRequestResponse(request=found.info)
+
+    def RetryRequest(self, request: admin_pb2.RetryRequestRequest, context: Any) -> admin_pb2.RetryRequestResponse:  # noqa: N802
+        self._begin("RetryRequest", context)
+        found = self._find(request.request_id, context)
+        if found.info.state != types_pb2.REQUEST_STATE_FAILED:
+            self._abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"Request {request.request_id} has not failed.")
+        self._act("retry", request.request_id, request.reason)
+        return admin_pb2.RetryRequestResponse(request_id=f"{request.request_id}-again")
+
+    def PauseQueue(self, request: admin_pb2.PauseQueueRequest, context: Any) -> admin_pb2.PauseQueueResponse:  # noqa: N802
+        self._begin("PauseQueue", context)
+        unchanged, self.paused = bool(self.paused), self.paused or f"by ann: {request.reason}"
+        self._act("pause_queue", "", request.reason)
+        return admin_pb2.PauseQueueResponse(unchanged=unchanged)
+
+    def ResumeQueue(self, request: admin_pb2.ResumeQueueRequest, context: Any) -> admin_pb2.ResumeQueueResponse:  # noqa: N802
+        self._begin("ResumeQueue", context)
+        unchanged, self.paused = not self.paused, ""
+        return admin_pb2.ResumeQueueResponse(unchanged=unchanged)
+
+    def DrainExecutor(self, request: admin_pb2.DrainExecutorRequest, context: Any) -> admin_pb2.DrainExecutorResponse:  # noqa: N802
+        self._begin(f"DrainExecutor {request.name}", context)
+        self._act("drain_executor", request.name, request.reason)
+        return admin_pb2.DrainExecutorResponse(executor=admin_pb2.Executor(name=request.name, draining=True))
+
+    def UndrainExecutor(  # noqa: N802
+        self, request: admin_pb2.UndrainExecutorRequest, context: Any
+    ) -> admin_pb2.UndrainExecutorResponse:
+        self._begin(f"UndrainExecutor {request.name}", context)
+        return admin_pb2.UndrainExecutorResponse(executor=admin_pb2.Executor(name=request.name))
+
+    def ListActions(self, request: admin_pb2.ListActionsRequest, context: Any) -> admin_pb2.ListActionsResponse:  # noqa: N802
+        self._begin("ListActions", context)
+        found = [action for action in reversed(self.actions) if request.target in ("", action.target)]
+        start = int(request.page_token or 0)
+        end = start + request.page_size
+        return admin_pb2.ListActionsResponse(actions=found[start:end], next_page_token=str(end) if end < len(found) else "")
 
     def ListExecutors(self, request: Any, context: Any) -> admin_pb2.ListExecutorsResponse:  # noqa: N802
         self._begin("ListExecutors", context)
@@ -199,7 +241,14 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
     def GetLoad(self, request: Any, context: Any) -> admin_pb2.GetLoadResponse:  # noqa: N802
         self._begin("GetLoad", context)
         return admin_pb2.GetLoadResponse(
-            num_requests_running=1, max_num_seqs=8, batch_occupancy=0.5, batching="continuous", policy="fcfs", steps=12
+            num_requests_running=1,
+            max_num_seqs=8,
+            batch_occupancy=0.5,
+            batching="continuous",
+            policy="fcfs",
+            steps=12,
+            queue_paused=bool(self.paused),
+            queue_pause_reason=self.paused,
         )
 
     # ---- inside ----------------------------------------------------------------------------------------------------------------
@@ -223,6 +272,11 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         context.abort(code, message)
         raise AssertionError("abort raises")
 
+    def _act(self, verb: str, target: str, reason: str) -> None:
+        action = admin_pb2.Action(actor="ann", verb=verb, target=target, reason=reason, detail="detail")
+        action.at.FromDatetime(STARTED_AT)
+        self.actions.append(action)
+
     def _next_cut(self) -> int | None:
         return self.cuts.pop(0) if self.cuts else None
 
@@ -234,7 +288,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
             return known, True
         info = types_pb2.RequestInfo(
             request_id=spec.request_id, model="oracle", tenant=spec.tenant or "default", state=types_pb2.REQUEST_STATE_DECODE,
-            priority=spec.priority, detached=spec.detached, usage=types_pb2.TokenCounts(prompt_tokens=3), executor="executor-0",
+            lane=spec.lane, priority=spec.priority, detached=spec.detached, executor="executor-0",
+            usage=types_pb2.TokenCounts(prompt_tokens=3),
         )  # fmt: skip
         info.submitted_at.FromDatetime(STARTED_AT)
         return self.requests.setdefault(spec.request_id, FakeRequest(spec, info)), False
@@ -306,6 +361,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
             and (not condition.tenant or found.info.tenant == condition.tenant)
             and (not condition.HasField("min_priority") or found.info.priority >= condition.min_priority)
             and (not condition.HasField("max_priority") or found.info.priority <= condition.max_priority)
+            and (not condition.lanes or (found.info.lane or types_pb2.LANE_STANDARD) in condition.lanes)
+            and (not condition.HasField("min_age") or condition.min_age.seconds < 3_600)
         ]
 
 

@@ -177,10 +177,10 @@ def test_list_as_table_and_json(server: FakeServer, run: Run) -> None:
     code, out, _ = run("requests", "list")
     head, *lines = out.splitlines()
     assert code == 0
-    assert head.split() == ["REQUEST", "STATE", "PRIO", "TOKENS", "AGE", "TENANT"]
-    assert [line.split()[:4] for line in lines] == [["b", "decode", "2", "3+0"], ["a", "decode", "2", "3+0"]]
+    assert head.split() == ["REQUEST", "STATE", "LANE", "PRIO", "TOKENS", "AGE", "TENANT"]
+    assert [line.split()[:4] for line in lines] == [["b", "decode", "standard", "2"], ["a", "decode", "standard", "2"]]
     assert "\x1b" not in out
-    documents = json.loads(run("requests", "list", "--output", "json", "--oldest-first")[1])
+    documents = json.loads(run("requests", "list", "--output", "json", "--sort", "oldest")[1])
     assert [document["request_id"] for document in documents] == ["a", "b"]
     assert documents[0]["submitted_at"] == "2026-01-02T03:04:05+00:00"
 
@@ -191,7 +191,7 @@ def test_list_filters_and_limits(server: FakeServer, run: Run) -> None:
     assert [row["request_id"] for row in json.loads(run("--json", "requests", "list", "--limit", "2")[1])] == ["x", "r4"]
     assert len(json.loads(run("requests", "list", "--limit", "0", "--json")[1])) == 6
     assert [row["request_id"] for row in json.loads(run("requests", "list", "--tenant", "other", "--json")[1])] == ["x"]
-    assert len(json.loads(run("requests", "list", "--max-priority", "0", "--json")[1])) == 5
+    assert len(json.loads(run("requests", "list", "--priority-max", "0", "--json")[1])) == 5
     assert json.loads(run("requests", "list", "--state", "done", "--json")[1]) == []
 
 
@@ -309,7 +309,7 @@ def test_completion(run: Run, shell: str) -> None:
 def test_help_lists_every_command_and_the_exit_codes(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("serve", "generate", "requests", "executors", "load", "models", "db", "demo", "completion"):
+    for command in ("serve", "generate", "requests", "executors", "queue", "actions", "load", "models", "db", "demo", "completion"):
         assert command in out
     assert "130 interrupted" in out
     # No command's line is cut short.

@@ -1,0 +1,147 @@
+"""What operators do from the command line, against a fake scheduler."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenmill.inference.v1 import types_pb2
+from tokenmill_cli.exits import ExitCode
+from tokenmill_cli.main import main
+from tokenmill_client import Client, Lane
+
+from tests.unit.client.fake_server import FakeServer
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command against the fake server: exit code, standard output, standard error."""
+    monkeypatch.setenv("TOKENMILL_SERVER", server.address)
+
+    def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = main(argv)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def submit(server: FakeServer, *request_ids: str, **options: Any) -> None:
+    with Client(server.address) as client:
+        for request_id in request_ids:
+            client.submit("a", request_id=request_id, **options)
+
+
+def listed(run: Run, *options: str) -> list[str]:
+    return [info["request_id"] for info in json.loads(run("requests", "list", "--json", *options)[1])]
+
+
+def test_lists_by_lane_age_and_order(server: FakeServer, run: Run) -> None:
+    submit(server, "a", lane=Lane.BATCH, priority=1)
+    submit(server, "b", lane=Lane.REAL_TIME, priority=5, queue_timeout=2.5)
+    submit(server, "c", priority=3)
+    assert server.requests["b"].spec.queue_timeout.ToMilliseconds() == 2500
+    assert listed(run) == ["c", "b", "a"]
+    assert listed(run, "--sort", "oldest") == ["a", "b", "c"]
+    assert listed(run, "--sort", "priority") == ["b", "c", "a"]
+    assert listed(run, "--lane", "batch", "--lane", "standard") == ["c", "a"]
+    assert listed(run, "--priority-min", "2", "--priority-max", "4") == ["c"]
+    assert (len(listed(run, "--min-age", "59m")), len(listed(run, "--min-age", "1h"))) == (3, 0)
+    code, _, err = run("requests", "list", "--min-age", "soon")
+    assert (code, "no age such as 90s" in err) == (ExitCode.USAGE, True)
+    assert "real_time" in run("requests", "get", "b")[1]
+
+
+def test_list_watch_into_a_pipe_prints_changes(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit(server, "a", "b", tenant="t")
+    submit(server, "c")
+    looks = ["again"]
+
+    def sleep(interval_s: float) -> None:
+        if not looks:
+            raise KeyboardInterrupt
+        looks.pop()
+        server.requests["a"].info.priority = 9
+
+    monkeypatch.setattr("tokenmill_cli.watching.time.sleep", sleep)
+    code, out, _ = run("requests", "list", "--watch", "--tenant", "t", "--sort", "oldest")
+    assert code == ExitCode.INTERRUPTED
+    assert [line.split()[:4] for line in out.splitlines()] == [
+        ["a", "decode", "priority", "0"],
+        ["b", "decode", "priority", "0"],
+        ["a", "decode", "priority", "9"],
+    ]
+
+
+def test_queue_pause_status_resume(server: FakeServer, run: Run) -> None:
+    assert run("queue", "status")[1].split() == ["queue", "open", "waiting", "0", "running", "1"]
+    assert "queue" not in run("load")[1]
+    assert run("queue", "pause", "--reason", "new model")[1] == "The queue is paused.\n"
+    assert run("queue", "pause")[1] == "The queue was paused already.\n"
+    assert "paused by ann: new model" in run("queue", "status")[1]
+    assert json.loads(run("queue", "status", "--json")[1])["queue_pause_reason"] == "by ann: new model"
+    assert "paused by ann: new model" in run("load")[1]
+    assert json.loads(run("queue", "resume", "--json")[1]) == {"changed": True}
+    assert run("queue", "resume")[1] == "The queue was not paused.\n"
+
+
+def test_retry_prints_the_new_id(server: FakeServer, run: Run) -> None:
+    submit(server, "a")
+    assert run("requests", "retry", "a") == (ExitCode.REFUSED, "", "Error: Request a has not failed.\n")
+    server.requests["a"].info.state = types_pb2.REQUEST_STATE_FAILED
+    assert run("requests", "retry", "a", "--reason", "mended") == (0, "a-again\n", "")
+    assert json.loads(run("requests", "retry", "a", "--json")[1]) == {"request_id": "a-again", "retry_of": "a"}
+    assert run("requests", "retry", "nobody")[0] == ExitCode.NOT_FOUND
+
+
+def test_drain_and_undrain(server: FakeServer, run: Run) -> None:
+    code, out, _ = run("executors", "drain", "x1", "--reason", "new driver")
+    assert code == 0
+    assert ["drained", "yes"] in [line.split() for line in out.splitlines()]
+    assert json.loads(run("executors", "undrain", "x1", "--json")[1])["draining"] is False
+    assert server.calls[-2:] == ["DrainExecutor x1", "UndrainExecutor x1"]
+
+
+def test_actions_of_all_and_of_one(server: FakeServer, run: Run) -> None:
+    submit(server, "a")
+    run("requests", "prioritize", "a", "3", "--reason", "important")
+    run("executors", "drain", "x1")
+    code, out, _ = run("actions", "list")
+    assert code == 0
+    assert [line.split()[2:] for line in out.splitlines()[1:]] == [
+        ["ann", "drain_executor", "x1", "detail"],
+        ["ann", "update", "a", "detail;", "important"],
+    ]
+    (action,) = json.loads(run("actions", "list", "--target", "x1", "--json")[1])
+    assert (action["actor"], action["verb"], action["at"]) == ("ann", "drain_executor", "2026-01-02T03:04:05+00:00")
+    assert len(json.loads(run("actions", "list", "--limit", "1", "--json")[1])) == 1
+    assert "important" in run("requests", "get", "a")[1]
+    assert [done["verb"] for done in json.loads(run("requests", "get", "a", "--json")[1])["actions"]] == ["update"]
+
+
+def test_prioritize_by_condition_asks_first(server: FakeServer, run: Run) -> None:
+    submit(server, "a", "b", tenant="t")
+    submit(server, "c")
+    code, _, err = run("requests", "prioritize", "--tenant", "t", "5", stdin="n\n")
+    assert (code, "Change 2 requests?" in err) == (ExitCode.INTERRUPTED, True)
+    assert server.requests["a"].info.priority == 0
+    code, out, _ = run("requests", "prioritize", "--tenant", "t", "-5", "--yes")
+    assert (code, len(out.splitlines())) == (0, 3)
+    assert [server.requests[name].info.priority for name in "abc"] == [-5, -5, 0]
+    for wrong in ((), ("a",), ("a", "b"), ("--tenant", "t", "5", "6")):
+        assert run("requests", "prioritize", *wrong)[0] == ExitCode.USAGE
+
+
+def test_actions_come_page_by_page(server: FakeServer) -> None:
+    with Client(server.address) as client:
+        for number in range(5):
+            client.admin.drain_executor(f"x{number}")
+        targets = [action.target for action in client.admin.list_actions(page_size=2)]
+    assert targets == ["x4", "x3", "x2", "x1", "x0"]
+    assert server.calls.count("ListActions") == 3
