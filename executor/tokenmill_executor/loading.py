@@ -55,6 +55,7 @@ def _simulated_runner(settings: Settings) -> Runner:
         StepCost(cost.step_ms / 1e3, cost.prefill_token_us / 1e6, cost.decode_token_us / 1e6),
         max_model_len=settings.max_model_len or 8192,
         eos_every=cost.eos_every,
+        poison_token=cost.poison_token,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
     )
 

@@ -27,12 +27,13 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCost:
-    """Of the simulated runner: what a step takes, and with which output token a sequence ends (0: none)."""
+    """Of the simulated runner: what a step takes, with which output token a sequence ends (0: none), which token kills it."""
 
     step_ms: float
     prefill_token_us: float
     decode_token_us: float
     eos_every: int
+    poison_token: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def parse_settings(argv: SequenceOf[str], environ: Mapping[str, str]) -> Setting
         prefill_token_us=values.pop("simulated_prefill_token_us"),
         decode_token_us=values.pop("simulated_decode_token_us"),
         eos_every=values.pop("simulated_eos_every"),
+        poison_token=values.pop("simulated_poison_token"),
     )
     values["model"] = resolve_model(values["model"], environ)
     tls = _server_tls(values)
@@ -281,6 +283,11 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--simulated-step-ms": {"type": _duration, "default": 10.0, "help": "what each step takes"},
         "--simulated-prefill-token-us": {"type": _duration, "default": 50.0, "help": "and for each token of a prompt"},
         "--simulated-decode-token-us": {"type": _duration, "default": 20.0, "help": "and for each decoding sequence"},
+        "--simulated-poison-token": {
+            "type": _count_or_zero,
+            "metavar": "ID",
+            "help": "a step that computes this token kills the process, to try what the scheduler makes of that",
+        },
         "--simulated-eos-every": {"type": _count_or_zero, "default": 0, "help": "end a sequence with this output token; 0: never"},
     },
 }

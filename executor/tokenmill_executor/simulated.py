@@ -12,6 +12,8 @@ where LE32 and LE64 are little-endian bytes. That is a printable ASCII character
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 import time
 import zlib
@@ -55,8 +57,16 @@ def simulated_token(digest: int, seed: int, position: int) -> int:
     return FIRST_TOKEN + zlib.crc32(struct.pack("<QQ", seed, position), digest) % NUM_TOKENS
 
 
+def _die() -> None:
+    """No last words."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class SimulatedRunner:
-    """`eos_every` n ends a sequence with its n-th output token; 0 never does. ignore_eos and min_tokens are heeded."""
+    """`eos_every` n ends a sequence with its n-th output token; 0 never does. ignore_eos and min_tokens are heeded.
+
+    A step that computes `poison_token` calls `die`, as a bug in a kernel would end the process.
+    """
 
     def __init__(
         self,
@@ -65,12 +75,16 @@ class SimulatedRunner:
         eos_every: int = 0,
         kv_cache_memory_bytes: int | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        poison_token: int | None = None,
+        die: Callable[[], None] = _die,
     ) -> None:
         self.description = RunnerDescription("simulated", VOCAB_SIZE, max_model_len, (EOS_TOKEN_ID,), "simulated", "none")
         self._cost = cost
         self._eos_every = eos_every
         self._kv_bytes = _DEFAULT_KV_BYTES if kv_cache_memory_bytes is None else kv_cache_memory_bytes
         self._sleep = sleep
+        self._poison_token = poison_token
+        self._die = die
 
     def block_bytes(self, block_size: int) -> int:
         """As a model of 8 billion parameters would take; nothing is allocated."""
@@ -84,6 +98,8 @@ class SimulatedRunner:
 
     def step(self, batch: Batch) -> StepOutput:
         started_s = time.perf_counter()
+        if self._poison_token is not None and self._poison_token in batch.token_ids:
+            self._die()
         token_ids = [self._token(sample) for sample in batch.samples]
         left_s = self._cost.seconds(batch) - (time.perf_counter() - started_s)
         if left_s > 0:

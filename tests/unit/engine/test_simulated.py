@@ -83,3 +83,13 @@ def test_the_chat_template_writes_each_message_and_opens_the_answer() -> None:
     template = json.loads(SimulatedRunner().tokenizer_files()["tokenizer_config.json"])["chat_template"]
     text = Environment().from_string(template).render(messages=[{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_step_that_computes_the_poison_dies_and_no_other() -> None:
+    deaths: list[str] = []
+    driver = make(SimulatedRunner(poison_token=7, die=lambda: deaths.append("died")))
+    driver.plan({1: 9}, [admission(1, [1, 2, 3])])
+    driver.plan({1: 1})
+    assert deaths == []
+    driver.plan({1: 1, 2: 9}, [admission(2, [1, 7, 3])])
+    assert deaths == ["died"]
