@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.fakes.postgres import PostgresServer, postgres_server
+
+# Triton decides on import whether its kernels are compiled for a GPU or interpreted.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tokenmill_executor.batch import Advance, build_batch
 from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Admission, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
-from tokenmill_executor.runner import Runner, SampledLogprobs, StepOutput
+from tokenmill_executor.runner import DeviceLost, Runner, SampledLogprobs, StepOutput
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
 
 log = structlog.get_logger(__name__)
@@ -72,7 +72,10 @@ class Engine:
         self._hasher = hasher
 
     def carry_out(self, plan: Plan) -> Result:
-        """One step. What is wrong with a single sequence is a fault in the result; raises only for a mistake of this executor."""
+        """One step. What is wrong with a single sequence is a fault in the result.
+
+        Raises only DeviceLost, after which nothing can be carried out, and for a mistake of this executor.
+        """
         started_s = self._clock()
         entries = len(plan.advance_sequence_ids)
         columns = _Columns([0] * entries, [0] * entries, [0] * entries, [0] * entries)
@@ -187,6 +190,8 @@ class Engine:
             return []
         try:
             return [self._step(advances)]
+        except DeviceLost:
+            raise
         except Exception as error:
             log.warning("step_failed", num_seqs=len(advances), exc_info=error)
             return self._search(advances, error)
@@ -203,6 +208,8 @@ class Engine:
         for half in (advances[:middle], advances[middle:]):
             try:
                 parts.append(self._step(half))
+            except DeviceLost:
+                raise
             except Exception as half_error:
                 parts += self._search(half, half_error)
         return parts

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.records import Plan, Result, Standing
+from tokenmill_executor.runner import DeviceLost
 from tokenmill_executor.wire import ServiceTimes
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class EngineThread:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._engine: Engine | None = None
         self._idle_since_s = time.perf_counter()
+        self._lost: DeviceLost | None = None
 
     @property
     def loaded(self) -> bool:
@@ -54,7 +56,7 @@ class EngineThread:
         return self.run(lambda: self._carry_out(plan, wanted, began, arrived_s))
 
     def release_all(self) -> asyncio.Future[Standing]:
-        """Forgets every sequence, once the step in progress is over."""
+        """Forgets every sequence, once the step in progress is over. Fails if the device was lost: no session can be served."""
         return self.run(self._release_all)
 
     async def close(self, timeout_s: float) -> bool:
@@ -68,16 +70,24 @@ class EngineThread:
         if not wanted():
             return None
         assert self._engine is not None
+        if self._lost is not None:
+            raise self._lost
         began(plan)
         started_s = time.perf_counter()
         # A plan that came before the last one ended did not find the engine idle.
         times = ServiceTimes(queue_s=started_s - arrived_s, idle_s=max(0.0, arrived_s - self._idle_since_s))
-        result = self._engine.carry_out(plan)
+        try:
+            result = self._engine.carry_out(plan)
+        except DeviceLost as error:
+            self._lost = error
+            raise
         self._idle_since_s = time.perf_counter()
         return Answer(result, times)
 
     def _release_all(self) -> Standing:
         assert self._engine is not None
+        if self._lost is not None:
+            raise self._lost
         standing = self._engine.release_all()
         self._idle_since_s = time.perf_counter()
         return standing

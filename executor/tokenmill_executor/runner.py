@@ -97,6 +97,10 @@ class StepOutput:
     sample_s: float = 0.0
 
 
+class DeviceLost(Exception):
+    """The device is beyond use: no step can succeed in this process any more, whatever its batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerDescription:
     model: str
@@ -124,8 +128,9 @@ class Runner(Protocol):
     def step(self, batch: Batch) -> StepOutput:
         """One forward pass and its sampling.
 
-        Raises what torch raises. This batch's slots then hold nothing of use, those of earlier steps are as they were, and the
-        engine calls again with parts of the batch to find the sequence at fault.
+        Raises DeviceLost, after which nothing else is called. Else raises what torch raises: this batch's slots then hold nothing
+        of use, those of earlier steps are as they were, and the engine calls again with parts of the batch to find the sequence at
+        fault.
         """
 
     def tokenizer_files(self) -> dict[str, bytes]:

@@ -54,7 +54,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._epoch = 0
         self._session: Session | None = None
         self._closing = False
-        # Set when the engine's books are wrong: it must not serve any more.
+        # Set when the engine's books are wrong or its device is lost: it must not serve any more.
         self.failed = asyncio.Event()
         self._no_session = asyncio.Event()
         self._no_session.set()

@@ -20,6 +20,7 @@ from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_executor.engine_thread import Answer, EngineThread
 from tokenmill_executor.records import Plan, Standing
+from tokenmill_executor.runner import DeviceLost
 from tokenmill_executor.wire import BadPlan, PlanLimits, decode_plan, encode_result, encode_welcome
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
@@ -153,7 +154,10 @@ class Session:
         if (error := future.exception()) is not None:
             plan_id = self._answered_plan_id + 1
             self._log.error("plan_failed", plan_id=plan_id, exc_info=error)
-            self.end(grpc.StatusCode.INTERNAL, f"plan {plan_id} failed in the engine; see the executor's log")
+            if isinstance(error, DeviceLost):
+                self.end(grpc.StatusCode.UNAVAILABLE, "the executor has lost its device and ends")
+            else:
+                self.end(grpc.StatusCode.INTERNAL, f"plan {plan_id} failed in the engine; see the executor's log")
             return
         answer = future.result()
         if answer is None or self.ended:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from tokenmill_executor.runner import Batch, RunnerDescription, SampledLogprobs, StepOutput
+from tokenmill_executor.runner import Batch, DeviceLost, RunnerDescription, SampledLogprobs, StepOutput
 
 VOCAB_SIZE = 1000
 EOS = 0
@@ -33,6 +33,7 @@ class OracleRunner:
     max_model_len: int = 64
     script: Mapping[int, Sequence[int]] = field(default_factory=dict)
     broken: bool = False
+    lost: bool = False
     num_steps: int = 0
     gate: threading.Event | None = None
     stepping: threading.Event = field(default_factory=threading.Event)
@@ -60,6 +61,8 @@ class OracleRunner:
         self.stepping.set()
         if self.gate is not None:
             assert self.gate.wait(60)
+        if self.lost:
+            raise DeviceLost("it fell off the bus")
         if self.broken:
             raise RuntimeError("the device is gone")
         self._write(batch)

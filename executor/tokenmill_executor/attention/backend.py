@@ -13,6 +13,7 @@ import torch
 
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.runner import Batch, Int32Array
+from tokenmill_executor.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,21 @@ class AttentionBatch:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> AttentionBatch:
-        slots = torch.from_numpy(batch.slots.astype(np.int64)).to(device, non_blocking=True)
-        return cls(batch.query_starts, batch.context_lens, batch.block_tables, slots)
+        return cls(batch.query_starts, batch.context_lens, batch.block_tables, upload(batch.slots.astype(np.int64), device))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """One token of each of N sequences, on the device, int32: what a captured graph reads, so at addresses that stay.
+
+    A row of padding has slot -1 and context length 0. `rows` counts from 0 to N - 1, `query_starts` to N.
+    """
+
+    slots: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    rows: torch.Tensor
+    query_starts: torch.Tensor
 
 
 class AttentionBackend(Protocol):
@@ -75,3 +89,13 @@ class AttentionBackend(Protocol):
 
         Else they would poison whoever gets their block next, since a masked key's weight of zero times NaN is NaN.
         """
+
+
+class DecodeBackend(AttentionBackend, Protocol):
+    """One whose decodes can be captured in a graph: after `prepare_decode`, launches depend on nothing that the host knows."""
+
+    def decode_splits(self, num_sequences: int, max_context: int) -> int:
+        """How the positions of such decodes are best split: part of what a graph is captured for."""
+
+    def prepare_decode(self, inputs: DecodeInputs, splits: int) -> None:
+        """In place of `prepare`, for any contents of `inputs`."""

@@ -16,8 +16,10 @@ from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatc
 from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.linear import Linear, make_linear
-from tokenmill_executor.model.rope import rotary_tables, rotate
+from tokenmill_executor.model.ops import Ops, TorchOps
+from tokenmill_executor.model.rope import rotary_tables
 from tokenmill_executor.runner import Batch, Int32Array
+from tokenmill_executor.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
         make_attention: Callable[[CacheShape], AttentionBackend] = ReferenceAttention,
+        ops: Ops | None = None,
     ) -> None:
         self.config = config
-        self._device = device
+        self.device = device
         self._cache_shape = CacheShape.of(config, dtype, device)
         self._attention = make_attention(self._cache_shape)
+        self._ops = ops or TorchOps()
         weights = _Weights(tensors, dtype, device)
         self._embeddings = weights.get("model.embed_tokens.weight")
         self._layers = [_load_layer(config, weights, layer) for layer in range(config.num_layers)]
@@ -71,18 +75,31 @@ class Decoder:
 
         Logits of a sequence whose numbers overflowed are NaN. Raises ArithmeticError if such a sequence does not sample.
         """
-        self._attention.prepare(AttentionBatch.of(batch, self._device))
-        positions = self._to_device(batch.positions)
-        cos = self._cos.index_select(0, positions)[:, None]
-        sin = self._sin.index_select(0, positions)[:, None]
-        hidden = F.embedding(self._to_device(batch.token_ids), self._embeddings)
-        for index, layer in enumerate(self._layers):
-            hidden = hidden + self._attend(index, layer, self._normalize(hidden, layer.input_norm), cos, sin)
-            hidden = hidden + _mlp(layer, self._normalize(hidden, layer.mlp_norm))
-        last_tokens = self._to_device(batch.query_starts[batch.sample_rows + 1] - 1)
-        logits = self._head(self._normalize(hidden.index_select(0, last_tokens), self._norm)).float()
+        self._attention.prepare(AttentionBatch.of(batch, self.device))
+        hidden, normed = self.hidden(self._indices(batch.token_ids), self._indices(batch.positions))
+        logits = self.logits(normed.index_select(0, self._indices(batch.query_starts[batch.sample_rows + 1] - 1)))
         finite = hidden.isfinite().all(dim=1)
         return logits if bool(finite.all()) else self._contain(batch, ~finite, logits)
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T] and [T] → the last layer's output and its norm, [T, hidden_size] each. The attention backend has been prepared.
+
+        Waits for nothing on a device, so that a graph can capture it.
+        """
+        cos = self._cos.index_select(0, positions)[:, None]
+        sin = self._sin.index_select(0, positions)[:, None]
+        ops, eps = self._ops, self.config.rms_norm_eps
+        hidden = F.embedding(token_ids, self._embeddings)
+        normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)
+        next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            hidden, normed = ops.add_rms_norm(hidden, self._attend(index, layer, normed, cos, sin), layer.mlp_norm, eps)
+            hidden, normed = ops.add_rms_norm(hidden, layer.down(ops.silu_mul(layer.gate_up(normed))), next_norm, eps)
+        return hidden, normed
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] → [rows, vocab_size] float32. Those of a row that is not all numbers are NaN."""
+        return self._head(normed).float()
 
     def _contain(self, batch: Batch, poisoned: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Some tokens of the batch, [T] bool, are not numbers: keeps that from the cache and reports their sequences."""
@@ -96,32 +113,18 @@ class Decoder:
         return logits
 
     def _attend(self, index: int, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        config = self.config
+        config, ops = self.config, self._ops
         heads = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
         query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = self._normalize(query, layer.q_norm), self._normalize(key, layer.k_norm)
-        self._attention.write_kv(index, rotate(key, cos, sin), value)
-        return layer.output(self._attention.attend(index, rotate(query, cos, sin)).flatten(1))
+            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
+        query, key = ops.rotate(query, key, cos, sin)
+        self._attention.write_kv(index, key, value)
+        return layer.output(self._attention.attend(index, query).flatten(1))
 
-    def _normalize(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm (Zhang and Sennrich 2019) over the last dimension, in float32 inside."""
-        return _rms_norm(rows, weight, self.config.rms_norm_eps)
-
-    def _to_device(self, indices: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)).to(self._device, non_blocking=True)
-
-
-def _mlp(layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-    """SwiGLU (Shazeer 2020)."""
-    gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
-    return layer.down(F.silu(gate) * up)
-
-
-def _rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = rows.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(rows.dtype)
+    def _indices(self, indices: Int32Array) -> torch.Tensor:
+        return upload(np.ascontiguousarray(indices, dtype=np.int64), self.device)
 
 
 class _Weights:

@@ -9,6 +9,7 @@ import torch
 
 from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels
 from tokenmill_executor.model.config import ModelConfig, ModelError
+from tokenmill_executor.model.cuda import cuda_model
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, largest_batch
 from tokenmill_executor.model.port import Model
@@ -63,6 +64,8 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
         kernels = choose_kernels(checkpoint.config, checkpoint.tensors, choice)
         if kernels is not None:
             return kernels
+    if device.type == "cuda":
+        return cuda_model(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, settings.max_num_seqs)
     return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len)
 
 

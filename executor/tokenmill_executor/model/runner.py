@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, is_lost
 from tokenmill_executor.model.port import Model
-from tokenmill_executor.runner import Batch, RunnerDescription, StepOutput
+from tokenmill_executor.runner import Batch, DeviceLost, RunnerDescription, StepOutput
 from tokenmill_executor.sampling import Sampler
 
 
@@ -32,6 +33,7 @@ class TorchRunner:
         self._tokenizer = dict(tokenizer)
         self._device = device
         self._measure_memory = measure_memory
+        self._clock: StepClock = CudaClock() if device.type == "cuda" else HostClock()
 
     def block_bytes(self, block_size: int) -> int:
         return self._model.block_bytes(block_size)
@@ -44,14 +46,21 @@ class TorchRunner:
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:
-        started_s = time.perf_counter()
+        try:
+            return self._step(batch)
+        except Exception as error:
+            if is_lost(self._device):
+                raise DeviceLost(f"{self.description.device}: {error}") from error
+            raise
+
+    def _step(self, batch: Batch) -> StepOutput:
+        started_s, begin = time.perf_counter(), self._clock.mark()
         logits = self._model.forward(batch)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # so that the two times mean what they say
-        forwarded_s = time.perf_counter()
+        end = self._clock.mark()
         output = self._sampler.sample(logits, batch.samples)
-        output.forward_s = forwarded_s - started_s
-        output.sample_s = time.perf_counter() - forwarded_s
+        # Only now: the sampler's read of the tokens is where the host waits for the device.
+        output.forward_s = self._clock.seconds(begin, end)
+        output.sample_s = max(0.0, time.perf_counter() - started_s - output.forward_s)
         return output
 
     def tokenizer_files(self) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tokenmill_executor.runner import SamplingInput, SamplingParams
+from tokenmill_executor.upload import floats, integers, upload
 
 
 def edits_logits(sample: SamplingInput) -> bool:
@@ -37,7 +38,7 @@ def _add_biases(logits: torch.Tensor, samples: Sequence[SamplingInput]) -> None:
     places = [(row, token, bias) for row, sample in enumerate(samples) for token, bias in sample.params.logit_bias]
     if places:
         rows, tokens, biases = zip(*places, strict=True)
-        logits.index_put_(_places(logits, rows, tokens), torch.tensor(biases, device=logits.device), accumulate=True)
+        logits.index_put_(_places(logits, rows, tokens), floats(biases, logits.device), accumulate=True)
 
 
 def _penalize(logits: torch.Tensor, samples: Sequence[SamplingInput]) -> None:
@@ -48,17 +49,18 @@ def _penalize(logits: torch.Tensor, samples: Sequence[SamplingInput]) -> None:
     counted = [_counts_of(sample) for _, sample in penalized]
     sizes = [len(counts) for counts in counted]
     device = logits.device
-    rows, repetition, frequency, presence = (
-        torch.repeat_interleave(torch.tensor(values, device=device), torch.tensor(sizes, device=device))
+    # Repeated here, for each distinct token: on a device that would first have to tell how long the result is.
+    rows = upload(np.repeat([row for row, _ in penalized], sizes), device)
+    repetition, frequency, presence = (
+        upload(np.repeat(np.array(values, dtype=np.float32), sizes), device)
         for values in (
-            [row for row, _ in penalized],
             [sample.params.repetition_penalty for _, sample in penalized],
             [sample.params.frequency_penalty for _, sample in penalized],
             [sample.params.presence_penalty for _, sample in penalized],
         )
     )
-    tokens = torch.from_numpy(np.concatenate([counts.tokens for counts in counted])).to(device)
-    outputs = torch.from_numpy(np.concatenate([counts.outputs for counts in counted])).to(device)
+    tokens = upload(np.concatenate([counts.tokens for counts in counted]), device)
+    outputs = upload(np.concatenate([counts.outputs for counts in counted]), device)
     values = logits[rows, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[rows, tokens] = values - frequency * outputs - presence * (outputs > 0)
@@ -77,7 +79,7 @@ def _mask_ends(logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token
 
 
 def _places(logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+    return integers(rows, logits.device), integers(tokens, logits.device)
 
 
 class TokenCounts:

@@ -15,6 +15,7 @@ from tokenmill_executor.runner import SampledLogprobs, SamplingInput, SamplingPa
 from tokenmill_executor.sampling.draw import Truncation, draw, draw_truncated
 from tokenmill_executor.sampling.edits import edit_logits, edits_logits
 from tokenmill_executor.sampling.uniform import uniforms
+from tokenmill_executor.upload import floats, integers, upload
 
 # Temperatures below are greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
@@ -35,16 +36,18 @@ class Sampler:
         special = [row for row, sample in enumerate(samples) if not _is_plain(sample)]
         logprobs: dict[int, SampledLogprobs] = {}
         if special:
-            rows = torch.tensor(special, device=logits.device)
+            rows = integers(special, logits.device)
             chosen = [samples[row] for row in special]
             edited = logits.index_select(0, rows)
             edit_logits(edited, chosen, self._eos_token_ids)
             maxima[rows], tokens[rows] = edited.max(dim=-1)
             tokens[rows] = _draw_random(edited, maxima[rows], tokens[rows], chosen)
             logprobs = {special[index]: found for index, found in _logprobs(edited, tokens[rows], chosen).items()}
-        errors = {row: NOT_A_NUMBER for row, largest in enumerate(maxima.tolist()) if not math.isfinite(largest)}
+        # One read for both: each waits for the device. Token ids are exact in float64.
+        largest, chosen_tokens = torch.stack((maxima.double(), tokens.double())).tolist()
+        errors = {row: NOT_A_NUMBER for row, value in enumerate(largest) if not math.isfinite(value)}
         found = {row: value for row, value in logprobs.items() if row not in errors}
-        return StepOutput(tokens.tolist(), logprobs=found, errors=errors)
+        return StepOutput([int(token) for token in chosen_tokens], logprobs=found, errors=errors)
 
 
 def _is_plain(sample: SamplingInput) -> bool:
@@ -70,11 +73,11 @@ def _draw_random(
         ]
         if not chosen:
             continue
-        rows = torch.tensor(chosen, device=logits.device)
+        rows = integers(chosen, logits.device)
         params = [samples[row].params for row in chosen]
         numbers = uniforms([param.seed for param in params], [len(samples[row].token_ids) for row in chosen])
-        uniform = torch.from_numpy(numbers).to(logits.device)
-        temperature = torch.tensor([param.temperature for param in params], device=logits.device)
+        uniform = upload(numbers, logits.device)
+        temperature = floats([param.temperature for param in params], logits.device)
         scaled = (logits.index_select(0, rows) - maxima[rows, None]).div_(temperature[:, None])
         tokens[rows] = draw_truncated(scaled, _truncation(params, logits.device), uniform) if truncated else draw(scaled, uniform)
     return tokens
@@ -82,9 +85,9 @@ def _draw_random(
 
 def _truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
     return Truncation(
-        top_k=torch.tensor([param.top_k for param in params], device=device),
-        top_p=torch.tensor([param.top_p for param in params], device=device),
-        min_p=torch.tensor([param.min_p for param in params], device=device),
+        top_k=integers([param.top_k for param in params], device),
+        top_p=floats([param.top_p for param in params], device),
+        min_p=floats([param.min_p for param in params], device),
     )
 
 
@@ -92,7 +95,7 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, samples: Sequence[Samp
     asked = {row: sample.params.logprobs for row, sample in enumerate(samples) if sample.params.logprobs is not None}
     if not asked:
         return {}
-    rows = torch.tensor(list(asked), device=logits.device)
+    rows = integers(list(asked), logits.device)
     distribution = logits.index_select(0, rows).log_softmax(dim=-1)
     sampled = distribution.gather(1, tokens[rows, None]).squeeze(1).tolist()
     top, top_tokens = (part.tolist() for part in distribution.topk(min(max(asked.values()), logits.shape[1]), dim=-1))

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.records import Blocks, SequenceFault, SequenceFinish
+from tokenmill_executor.runner import Batch, DeviceLost, StepOutput
 
 from tests.fakes.runner import EOS, NOT_A_NUMBER, POISON, VOCAB_SIZE, OracleRunner
 from tests.unit.engine.plans import Driver, admission, oracle_output
@@ -237,6 +238,26 @@ def test_c43_a_runner_that_always_raises_fails_every_sequence_and_the_next_plan_
     assert result.blocks.held == 0
     runner.broken = False
     assert driver.plan({9: 9}, [admission(9, [4, 2])]).token_ids == oracle_output([4, 2], 1)
+
+
+def test_a_lost_device_is_no_sequences_fault() -> None:
+    runner = OracleRunner(lost=True)
+    driver = make(runner)
+    with pytest.raises(DeviceLost):
+        driver.plan(dict.fromkeys(range(5), 9), [admission(index, [index + 1]) for index in range(5)])
+    assert runner.num_steps == 1
+
+
+def test_a_device_lost_while_the_sequence_at_fault_is_searched_ends_the_search() -> None:
+    class Failing(OracleRunner):
+        def step(self, batch: Batch) -> StepOutput:
+            self.broken, self.lost = self.num_steps == 0, self.num_steps > 0
+            return super().step(batch)
+
+    runner = Failing()
+    with pytest.raises(DeviceLost):
+        make(runner).plan(dict.fromkeys(range(4), 9), [admission(index, [index + 1]) for index in range(4)])
+    assert runner.num_steps == 2
 
 
 def test_logits_that_are_not_numbers_fail_that_sequence_alone() -> None:

@@ -31,6 +31,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+LOSING_ITS_DEVICE = """
+import sys
+from tokenmill_executor.__main__ import main
+from tokenmill_executor.runner import DeviceLost
+from tokenmill_executor.simulated import SimulatedRunner
+def step(runner, batch):
+    raise DeviceLost("it fell off the bus")
+SimulatedRunner.step = step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def command(*flags: str, model: str = "simulated") -> list[str]:
     return [sys.executable, "-c", WITHOUT_TORCH, "--model", model, "--log-format=json", *flags]
 
@@ -92,6 +104,19 @@ def test_a_step_that_outlasts_the_grace_period_is_abandoned(launch: Launch, tmp_
         executor.send_signal(signal.SIGTERM)
         wait_for(executor, "abandoned")
         assert executor.wait(30) == 0
+
+
+def test_c43_a_process_whose_device_is_lost_ends_with_exit_code_1(tmp_path: Path) -> None:
+    """So that whoever watches over it starts another, and its scheduler plans the sequences elsewhere meanwhile."""
+    flags = ["--model=simulated", f"--listen=unix:{tmp_path}/x.sock", "--log-format=json"]
+    plan = pb.Plan(epoch=1, plan_id=1, admit=[admission(1, [5])], advance_sequence_ids=[1], advance_max_tokens=[1])
+    with subprocess.Popen([sys.executable, "-c", LOSING_ITS_DEVICE, *flags], stderr=subprocess.PIPE, text=True) as executor:
+        with grpc.insecure_channel(wait_for(executor, "ready")["address"]) as channel:
+            requests = iter([pb.RunRequest(hello=pb.Hello(epoch=1)), pb.RunRequest(plan=plan)])
+            with pytest.raises(grpc.RpcError, match="lost its device"):
+                list(ExecutorServiceStub(channel).Run(chain(requests, forever())))
+        wait_for(executor, "stopped")
+    assert executor.returncode == 1
 
 
 def test_a_killed_process_leaves_its_unix_path_to_the_next(launch: Launch, tmp_path: Path) -> None:

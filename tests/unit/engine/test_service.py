@@ -190,6 +190,19 @@ async def test_a_fault_of_the_executor_itself_ends_the_stream_and_the_next_epoch
     assert result.blocks.held == 1
 
 
+async def test_a_lost_device_ends_the_stream_and_the_service(start: Start) -> None:
+    runner = OracleRunner()
+    service = await start(runner)
+    scheduler = await service.scheduler(1)
+    await scheduler.send({1: 9}, [admission(1, [5])])
+    await scheduler.result()
+    runner.lost = True
+    await scheduler.send({1: 1})
+    await scheduler.send({1: 1})
+    assert await scheduler.ended() == (Code.UNAVAILABLE, "the executor has lost its device and ends")
+    await asyncio.wait_for(service.server.servicer.failed.wait(), 30)
+
+
 async def test_an_engine_whose_books_are_wrong_serves_no_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def leak(pool: BlockPool, table: BlockTable) -> None:
         table.clear()

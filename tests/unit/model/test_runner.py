@@ -15,7 +15,7 @@ from tokenmill_executor.model import load_runner
 from tokenmill_executor.model.config import ModelError
 from tokenmill_executor.model.memory import largest_batch
 from tokenmill_executor.model.runner import TorchRunner
-from tokenmill_executor.runner import Runner, SamplingParams, StepOutput
+from tokenmill_executor.runner import Batch, DeviceLost, Runner, SamplingParams, StepOutput
 
 from tests.fakes.batches import Blocks, Track
 from tests.fakes.models import greedy_tokens, random_model
@@ -135,6 +135,17 @@ def test_a_step_in_which_nothing_samples(bench: Bench) -> None:
     output = bench.step((bench.blocks.track(prompt(9, 1)), 4))
     assert (output.token_ids, output.errors) == ([], {})
     assert output.forward_s > 0
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_error_of_a_device_beyond_use_is_a_lost_device(bench: Bench, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    def fail(batch: Batch) -> torch.Tensor:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(bench.runner._model, "forward", fail)
+    monkeypatch.setattr("tokenmill_executor.model.runner.is_lost", lambda device: lost)
+    with pytest.raises(DeviceLost if lost else RuntimeError, match="illegal memory access"):
+        bench.step((bench.blocks.track([1, 2]), 2))
 
 
 def test_the_description_and_sizes(bench: Bench) -> None:

@@ -1,0 +1,128 @@
+"""Decode steps replayed from captured CUDA graphs: one launch from the host in place of some hundreds.
+
+A graph is captured for a number of sequences, padded upwards, and a way to split their positions; its inputs lie at fixed addresses
+and are filled anew before each replay. Whatever is not one sampled token for each sequence goes to the decoder as it is.
+
+Must not know: how layers are computed, CUDA itself (`Capture` does), sampling.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tokenmill_executor.attention.backend import DecodeBackend, DecodeInputs
+from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.runner import Batch
+from tokenmill_executor.upload import upload
+
+Replay = Callable[[], None]
+# Takes a computation on tensors that stay where they are, runs it, and returns what runs it again.
+Capture = Callable[[Callable[[], None]], Replay]
+
+# Larger decodes are bound by arithmetic, beside which launches count little.
+_MOST_SEQUENCES = 512
+_TOKENS, _POSITIONS, _SLOTS, _CONTEXTS = range(4)
+_PADDING = ((0,), (0,), (-1,), (0,))
+
+
+def padded_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, 16, 32, then two steps a doubling; the last holds `max_num_seqs`, or is the largest worth a graph."""
+    most = min(max_num_seqs, _MOST_SEQUENCES)
+    steps = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384]
+    return [*(size for size in steps if size < most), most]
+
+
+class GraphedDecoder:
+    """A `Model`: `decoder`, whose attention is `attention`, with its decode steps from graphs."""
+
+    def __init__(self, decoder: Decoder, attention: DecodeBackend, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
+        self.config = decoder.config
+        self._decoder = decoder
+        self._attention = attention
+        self._capture = capture
+        self._sizes = padded_sizes(max_num_seqs)
+        self._max_model_len = max_model_len
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self._inputs: _Inputs | None = None
+        self._logits = torch.empty(0)
+
+    def block_bytes(self, block_size: int) -> int:
+        return self._decoder.block_bytes(block_size)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Makes the KV cache and, for it, the graphs of short contexts; those of longer ones are captured when they first come."""
+        self._replays.clear()  # they hold the addresses of the cache that goes
+        self._inputs, self._logits = None, torch.empty(0)
+        self._decoder.allocate(num_blocks, block_size)
+        if num_blocks == 0:
+            return
+        self._inputs = _Inputs(self._sizes[-1], -(-self._max_model_len // block_size), self._decoder.device)
+        self._logits = torch.empty((self._sizes[-1], self.config.vocab_size), device=self._decoder.device)
+        # The largest first: the smaller ones then find room in its memory.
+        for size in reversed(self._sizes):
+            self._replay_for(size, self._attention.decode_splits(size, 1))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """As `Decoder.forward`. Logits from a graph are good until the next step."""
+        count = len(batch.context_lens)
+        if len(batch.token_ids) != count or len(batch.sample_rows) != count or count > self._sizes[-1]:
+            return self._decoder.forward(batch)
+        assert self._inputs is not None, "allocate comes first"
+        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        replay = self._replay_for(size, self._attention.decode_splits(size, int(batch.context_lens.max())))
+        self._inputs.fill(batch, size)
+        replay()
+        return self._logits[:count]
+
+    def _replay_for(self, size: int, splits: int) -> Replay:
+        if (size, splits) not in self._replays:
+            assert self._inputs is not None
+            self._inputs.clear()
+            self._replays[size, splits] = self._capture(lambda: self._compute(size, splits))
+        return self._replays[size, splits]
+
+    @torch.inference_mode()
+    def _compute(self, size: int, splits: int) -> None:
+        assert self._inputs is not None
+        self._attention.prepare_decode(self._inputs.attention(size), splits)
+        _, normed = self._decoder.hidden(self._inputs.column(_TOKENS, size), self._inputs.column(_POSITIONS, size))
+        self._logits[:size].copy_(self._decoder.logits(normed))
+
+
+class _Inputs:
+    """What graphs read, at addresses that stay: four numbers and a block table for each row. All int32."""
+
+    def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
+        self._device = device
+        self._columns = torch.empty((4, rows), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
+        self._counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        """All rows are padding, which reads and writes no block."""
+        self._columns.copy_(upload(np.repeat(np.array(_PADDING, dtype=np.int32), self._columns.shape[1], axis=1), self._device))
+
+    def fill(self, batch: Batch, size: int) -> None:
+        """The batch's rows, then padding up to `size`; what lies in tables beyond a row's context is never read."""
+        count, width = batch.block_tables.shape
+        columns = np.repeat(np.array(_PADDING, dtype=np.int32), size, axis=1)
+        columns[:, :count] = batch.token_ids, batch.positions, batch.slots, batch.context_lens
+        self._columns[:, :size].copy_(upload(columns, self._device), non_blocking=True)
+        self._tables[:count, :width].copy_(upload(np.ascontiguousarray(batch.block_tables), self._device), non_blocking=True)
+
+    def column(self, index: int, size: int) -> torch.Tensor:
+        return self._columns[index, :size]
+
+    def attention(self, size: int) -> DecodeInputs:
+        return DecodeInputs(
+            slots=self.column(_SLOTS, size),
+            context_lens=self.column(_CONTEXTS, size),
+            block_tables=self._tables[:size],
+            rows=self._counts[:size],
+            query_starts=self._counts[: size + 1],
+        )

@@ -1,0 +1,73 @@
+"""Compiles each kernel for Hopper as an 8B Llama in bfloat16 would have it, and prints a line for each: what a GPU would run.
+
+Is run by `test_compiles.py`, with Triton's interpreter off. Knows the kernels' arguments, and how Triton is called without a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from tokenmill_executor.attention.triton_backend import CHUNK, DECODE, Tiling
+from tokenmill_executor.attention.triton_kernels import attend_kernel, join_splits_kernel, write_kv_kernel
+from tokenmill_executor.model.triton_ops import rms_norm_kernel, rotate_kernel, silu_mul_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+INTEGERS = dict.fromkeys(("block_tables", "query_starts", "context_lens", "tile_sequences", "tile_firsts", "slots"), "*i32")
+WIDE = dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32")
+NUMBERS = {"scale": "fp32", "eps": "fp32", **dict.fromkeys(("table_stride", "size"), "i32")}
+NUMBERS |= dict.fromkeys(("query_stride", "key_stride", "value_stride", "row_stride"), "i32")
+HEADS: dict[str, Any] = {"HEAD_DIM": 128, "HEAD_PADDED": 128}
+
+
+def compile_kernel(name: str, kernel: Any, constants: Mapping[str, Any], **options: int) -> None:
+    types = {**INTEGERS, **WIDE, **NUMBERS}
+    signature = {argument: "constexpr" if argument in constants else types.get(argument, "*bf16") for argument in kernel.arg_names}
+    # As at run time: pointers and strides are multiples of 16, but for those that are said not to be.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, argument in enumerate(kernel.arg_names)
+        if argument not in (*constants, *INTEGERS, "scale", "eps", "table_stride")
+    }
+    compiled = triton.compile(ASTSource(kernel, signature, dict(constants), aligned), target=HOPPER, options=options)
+    code = compiled.asm["ptx"]
+    instructions = [word for word in ("wgmma", "mma.sync", "cp.async") if word in code]
+    print(name, f"stack={stack_bytes(compiled.asm['cubin'])}", f"shared={compiled.metadata.shared}", *instructions)
+
+
+def stack_bytes(binary: bytes) -> int:
+    """Of one thread: what finds no register is spilled there."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(cuobjdump), "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(number) for number in re.findall(r"STACK:(\d+)", told))
+
+
+def attend(name: str, tiling: Tiling, queries: int, split: bool) -> None:
+    constants = {"NUM_KV_HEADS": 8, "GROUP": 4, "BLOCK_SIZE": 16, "WINDOW": 0, "QUERIES": queries, "SPLIT": split, **HEADS}
+    constants |= {"ROWS": tiling.rows, "TILE": tiling.tile}
+    compile_kernel(name, attend_kernel, constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+
+
+def main() -> None:
+    attend("decode", DECODE[2], 1, split=True)
+    attend("chunk", CHUNK[2], CHUNK[2].rows // 4, split=False)
+    compile_kernel("join", join_splits_kernel, {"NUM_HEADS": 32, "QUERIES": 1, "SPLITS": 32, **HEADS}, num_warps=2)
+    compile_kernel("write", write_kv_kernel, {"ROW": 1024, "ROW_PADDED": 1024})
+    compile_kernel("norm", rms_norm_kernel, {"HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "ADD": True}, num_warps=8)
+    compile_kernel("rotate", rotate_kernel, {"NUM_HEADS": 32, "HALF": 64, "HALF_PADDED": 64}, num_warps=1)
+    compile_kernel("silu", silu_mul_kernel, {"BLOCK": 1024})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Decode steps from graphs against the plain decoder, on a fake device that captures and replays as CUDA does.
+
+A replay computes again from the captured tensors and nothing else: what the host did between is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenmill_executor.attention.backend import CacheShape
+from tokenmill_executor.attention.triton_backend import TritonAttention
+from tokenmill_executor.model.config import ModelConfig, config_from_hf
+from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.graphs import GraphedDecoder, Replay, padded_sizes
+from tokenmill_executor.model.triton_ops import TritonOps
+
+from tests.fakes.batches import Blocks, Track
+from tests.fakes.models import random_model
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 32, 4, 64
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+}
+
+
+class FakeDevice:
+    """Counts; `log` has the number of a graph for each replay."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.log: list[int] = []
+
+    def capture(self, compute: Callable[[], None]) -> Replay:
+        number, self.captured = self.captured, self.captured + 1
+        compute()
+
+        def replay() -> None:
+            self.log.append(number)
+            compute()
+
+        return replay
+
+
+class Pair:
+    """The plain decoder on the reference, and the graphed one on Triton, with the same weights."""
+
+    def __init__(self, max_num_seqs: int = 6, family: str = "qwen3") -> None:
+        model = random_model(family, **SIZES)
+        self.config: ModelConfig = config_from_hf(model.config.to_dict())
+        tensors = model.state_dict()
+        self.plain = Decoder(self.config, tensors, torch.float32, CPU, MAX_MODEL_LEN)
+        self.attention = TritonAttention(CacheShape.of(self.config, torch.float32, CPU), num_processors=1)
+        decoder = Decoder(self.config, tensors, torch.float32, CPU, MAX_MODEL_LEN, lambda _: self.attention, TritonOps())
+        self.device = FakeDevice()
+        self.graphed = GraphedDecoder(decoder, self.attention, self.device.capture, max_num_seqs, MAX_MODEL_LEN)
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+        self.plain.allocate(NUM_BLOCKS, BLOCK_SIZE)
+        self.graphed.allocate(NUM_BLOCKS, BLOCK_SIZE)
+
+    def tracks(self, *lengths: int) -> list[Track]:
+        return [self.blocks.track([3 + length + place for place in range(length)]) for length in lengths]
+
+    @torch.inference_mode()
+    def step(self, *advances: tuple[Track, int]) -> None:
+        """Compares logits, and feeds the tokens back."""
+        sampling = [track for track, count in advances if track.computed + count == len(track.tokens)]
+        batch = self.blocks.batch(advances)
+        expected, got = self.plain.forward(batch), self.graphed.forward(batch)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        for track, token in zip(sampling, expected.argmax(-1).tolist(), strict=True):
+            track.tokens.append(token)
+
+    def check_caches(self) -> None:
+        reference = self.plain._attention
+        for mine, theirs in ((self.attention._keys, reference._keys), (self.attention._values, reference._values)):  # type: ignore[attr-defined]
+            torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_double_then_go_in_half_steps_and_end_with_the_most() -> None:
+    assert padded_sizes(1) == [1]
+    assert padded_sizes(6) == [1, 2, 4, 6]
+    assert padded_sizes(200) == [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 200]
+    assert padded_sizes(10_000)[-1] == 512
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_sequences_that_come_and_go_are_decoded_as_without_graphs(family: str) -> None:
+    """Batches grow and shrink, so rows of padding hold what was there before; they leave no trace in the cache."""
+    pair = Pair(family=family)
+    first, second, third, late = pair.tracks(9, 3, 5, 7)
+    pair.step((first, 9), (second, 3), (third, 5))
+    assert pair.device.log == []
+    pair.step((first, 1), (second, 1), (third, 1))
+    pair.step((third, 1), (first, 1))
+    pair.step((second, 1), (late, 7), (first, 1))
+    pair.step((late, 1), (second, 1), (first, 1), (third, 1))
+    pair.step((third, 1))
+    # Of the graphs for 6, 4, 2 and 1 sequences, in the order of their capture; the mixed step has none.
+    assert pair.device.log == [1, 2, 1, 3]
+    pair.check_caches()
+
+
+def test_a_step_that_is_no_plain_decode_goes_to_the_decoder() -> None:
+    pair = Pair(max_num_seqs=2)
+    tracks = pair.tracks(4, 5, 6)
+    pair.step((tracks[0], 1), (tracks[1], 1))  # in mid-prompt: one token, but none sampled
+    pair.step((tracks[0], 3), (tracks[1], 4), (tracks[2], 6))
+    pair.step(*((track, 1) for track in tracks))  # more than the largest graph
+    assert pair.device.log == []
+
+
+def test_long_contexts_get_a_graph_of_their_own_when_they_first_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill_executor.attention.triton_backend._POSITIONS_PER_SPLIT", 16)
+    pair = Pair(max_num_seqs=4)
+    long, short = pair.tracks(31, 3)
+    pair.step((long, 31), (short, 3))
+    captured = pair.device.captured
+    pair.step((long, 1), (short, 1))
+    pair.step((short, 1), (long, 1))  # 33 positions: three parts of 16, so two splits still
+    assert pair.device.captured == captured + 1
+    pair.step((short, 1))
+    assert pair.device.log == [captured, captured, 2]
+    pair.check_caches()
+
+
+def test_a_new_cache_gets_new_graphs_and_none_takes_them_away() -> None:
+    pair = Pair(max_num_seqs=2)
+    (track,) = pair.tracks(5)
+    pair.step((track, 5))
+    pair.step((track, 1))
+    pair.allocate()
+    assert pair.device.captured == 4
+    (track,) = pair.tracks(5)
+    pair.step((track, 5))
+    pair.step((track, 1))
+    assert pair.device.log == [1, 3]
+    pair.graphed.allocate(0, BLOCK_SIZE)
+    assert pair.device.captured == 4
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+def test_numbers_that_overflow_fail_their_sequence_alone() -> None:
+    pair = Pair(max_num_seqs=2)
+    with torch.no_grad():
+        for decoder in (pair.plain, pair.graphed._decoder):
+            decoder._embeddings[77] = torch.inf
+    healthy, poisoned = pair.tracks(5, 4)
+    pair.step((healthy, 5), (poisoned, 4))
+    poisoned.tokens[-1] = 77
+    batch = pair.blocks.batch([(poisoned, 1), (healthy, 1)])
+    with torch.inference_mode():
+        logits = pair.graphed.forward(batch)
+    assert np.array_equal(logits.isfinite().all(dim=1), [False, True])

@@ -1,0 +1,122 @@
+"""Triton's attention against the reference, on random shapes and mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tokenmill_executor.attention.backend import AttentionBatch, CacheShape
+from tokenmill_executor.attention.reference import ReferenceAttention
+from tokenmill_executor.attention.triton_backend import Tiling, TritonAttention
+
+from tests.fakes.batches import Blocks, Track
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE = 64, 4
+# Query heads, KV heads, head size, windows of two layers: groups of 1 to 8, sizes that need padding.
+SHAPES = [
+    (6, 2, 64, (None, 7)),
+    (9, 3, 80, (5, None)),
+    (4, 4, 96, (20, 1)),
+    (8, 1, 128, (None, 33)),
+]
+# Largest error, absolute and relative. The interpreter multiplies no bfloat16 matrices; float16 takes the same way.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+class Pair:
+    """Both backends, fed alike."""
+
+    def __init__(self, shape: CacheShape, num_processors: int = 4, **tilings: Tiling) -> None:
+        self.shape = shape
+        self.reference = ReferenceAttention(shape)
+        self.triton = TritonAttention(shape, num_processors, **tilings)
+        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+        self.generator = torch.Generator().manual_seed(0)
+        for backend in (self.reference, self.triton):
+            backend.allocate(NUM_BLOCKS, BLOCK_SIZE)
+
+    def tracks(self, *lengths: int) -> list[Track]:
+        return [self.blocks.track([1] * length) for length in lengths]
+
+    def step(self, *advances: tuple[Track, int]) -> None:
+        """Runs a batch through both, and compares what every layer gives."""
+        batch = AttentionBatch.of(self.blocks.batch(advances), CPU)
+        query, key, value = self.heads(int(batch.query_starts[-1]))
+        self.reference.prepare(batch)
+        self.triton.prepare(batch)
+        tolerance = TOLERANCES[self.shape.dtype]
+        for layer in range(self.shape.num_layers):
+            for backend in (self.reference, self.triton):
+                backend.write_kv(layer, key, value)
+            got, expected = self.triton.attend(layer, query), self.reference.attend(layer, query)
+            torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+    def heads(self, tokens: int) -> Sequence[torch.Tensor]:
+        """Query, key and value as views of one tensor, as the fused projection gives them."""
+        shape = self.shape
+        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        fused = torch.randn(tokens, sum(sizes), shape.head_dim, generator=self.generator)
+        return torch.split(fused.to(shape.dtype), sizes, dim=1)
+
+
+def cache_shape(heads: int, kv_heads: int, head_dim: int, windows: tuple[int | None, ...], dtype: torch.dtype) -> CacheShape:
+    return CacheShape(len(windows), heads, kv_heads, head_dim, windows, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: f"{sizes[0]}x{sizes[1]}x{sizes[2]}")
+def test_chunks_decodes_and_their_mixtures_equal_the_reference(
+    sizes: tuple[int, int, int, tuple[int | None, ...]], dtype: torch.dtype
+) -> None:
+    pair = Pair(cache_shape(*sizes, dtype))
+    long, short, late, single = pair.tracks(40, 9, 70, 1)
+    pair.step((long, 17), (short, 9), (late, 33))
+    pair.step((long, 1), (late, 36), (single, 1))
+    pair.step((long, 1), (late, 1))
+
+
+def test_splits_join_to_the_whole() -> None:
+    """From one to as many parts as there are tiles and more, over contexts of one position and of many."""
+    for num_processors, splits in ((1, 1), (2, 2), (16, 16)):
+        pair = Pair(
+            cache_shape(2, 2, 64, (20,), torch.float32), num_processors, decode=Tiling(16, 16, 4, 3), chunk=Tiling(64, 64, 4, 2)
+        )
+        tracks = pair.tracks(75, 2)
+        pair.step(*zip(tracks, (74, 1), strict=True))
+        assert pair.triton.decode_splits(2, 75) == splits
+        pair.step(*((track, 1) for track in tracks))
+
+
+def test_a_short_chunk_behind_a_long_context_is_split_too() -> None:
+    pair = Pair(cache_shape(2, 1, 64, (None,), torch.float32), num_processors=16, chunk=Tiling(64, 16, 4, 2))
+    (track,) = pair.tracks(135)
+    assert pair.triton._chunk_splits(1, 135) == 2
+    pair.step((track, 130))
+    pair.step((track, 5))
+
+
+def test_splits_follow_batch_and_context() -> None:
+    backend = TritonAttention(cache_shape(32, 8, 128, (None,), torch.float16), num_processors=132)
+    assert [backend.decode_splits(batch, 512) for batch in (1, 4, 16, 64, 256)] == [32, 16, 4, 1, 1]
+    assert [backend.decode_splits(256, context) for context in (4096, 8192, 16384, 1 << 20)] == [1, 2, 4, 32]
+
+
+def test_what_lies_in_other_blocks_is_never_seen() -> None:
+    """Not even numbers that are none, before and behind a sequence's own positions."""
+    pair = Pair(cache_shape(6, 2, 64, (None, 3), torch.float32))
+    for cache in (*pair.triton._keys, *pair.triton._values):
+        cache.fill_(torch.nan)
+    long, short = pair.tracks(30, 6)
+    pair.step((long, 28), (short, 5))
+    pair.step((long, 1), (short, 1))
+
+
+def test_erase_makes_zeros_of_a_steps_rows() -> None:
+    pair = Pair(cache_shape(6, 2, 64, (None,), torch.float32))
+    (track,) = pair.tracks(10)
+    pair.step((track, 10))
+    pair.triton.erase(torch.tensor([3, 4]))
+    stored = pair.triton._keys[0].flatten(0, 1)[pair.triton._ready().slots]
+    assert stored.abs().sum(dim=(1, 2)).eq(0).tolist() == [row in (3, 4) for row in range(10)]
