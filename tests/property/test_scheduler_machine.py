@@ -27,7 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Executor y is larger and of another shape than x, and serves the same model."""
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "lpm"]),
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         num_blocks=st.integers(2, 8),
         max_num_seqs=st.integers(1, 4),
@@ -36,6 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtakes=st.integers(0, 2),
         overlap=st.booleans(),
         two=st.booleans(),
+        caching=st.booleans(),
+        max_hit_overtakes=st.integers(0, 3),
         first=st.lists(SHAPES, min_size=3, max_size=8),
     )
     def start(
@@ -49,12 +51,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtakes: int,
         overlap: bool,
         two: bool,
+        caching: bool,
+        max_hit_overtakes: int,
         first: list[tuple[int, int, int]],
     ) -> None:
-        config = SchedulerConfig(max_num_seqs, budget, batching, policy, 0.5, 0.2, max_overtakes)
+        config = SchedulerConfig(max_num_seqs, budget, batching, policy, 0.5, 0.2, max_overtakes, max_hit_overtakes)
         shapes = [
-            description("x", block_size=2, num_blocks=num_blocks, max_model_len=24, pipeline_depth=depth),
-            description("y", block_size=3, num_blocks=8, max_model_len=24, max_num_seqs=2, pipeline_depth=2),
+            description("x", block_size=2, num_blocks=num_blocks, max_model_len=24, pipeline_depth=depth, caching=caching),
+            description("y", block_size=3, num_blocks=8, max_model_len=24, max_num_seqs=2, caching=caching),
         ]
         self.world = World(config, *shapes[: 2 if two else 1], overlap=overlap)
         self.lost: set[str] = set()

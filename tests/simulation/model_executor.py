@@ -3,6 +3,8 @@
 It imports no executor code. What would be a bug of the scheduler is an assertion here. It can overlap plans as a GPU executor does:
 while plan N runs, N+1 is prepared already, so a sequence that N finishes keeps its blocks, and may take another, until N+1 is done,
 and one that N+1 releases keeps them until N is done.
+
+It can cache prefixes: blocks are known by all tokens up to their end, and evicted in the order in which they were let go.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
 
 from tests.simulation import oracle
+from tests.simulation.pool import Pool
 
 NONE, STOP, LENGTH = 0, 1, 2
 
@@ -30,6 +33,9 @@ class _Sequence:
     finished: bool = False
     released: bool = False
 
+    def most_tokens(self, max_model_len: int) -> int:
+        return min(self.admission.num_prompt_tokens + self.admission.sampling.max_tokens, max_model_len)
+
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.admission.num_prompt_tokens
@@ -37,9 +43,13 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Row:
+    """Computes `count` tokens from `start` on, `cached` of those before it come from the cache by this very row."""
+
     sequence: _Sequence
+    start: int
     count: int
     samples: bool
+    cached: int
 
 
 @dataclass
@@ -70,25 +80,26 @@ class ModelExecutor:
         self.poison: dict[int, int] = {}
         self.ran_out = 0
         self.epoch = 0
+        self.pool = Pool(description)
+        self._sequences: dict[int, _Sequence] = {}
         self.restart(1)
 
     def restart(self, epoch: int) -> None:
-        """A new reign: all sequences and queued plans of the old one are gone."""
+        """A new reign: all sequences and queued plans of the old one are gone; what is cached stays."""
         assert epoch > self.epoch
         self.epoch = epoch
         self._queued: deque[Plan] = deque()
         self._prepared: _Step | None = None
-        self._sequences: dict[int, _Sequence] = {}
+        for sequence in self._sequences.values():
+            self.pool.let_go(sequence.blocks)
+        self._sequences = {}
         self._admitted: set[int] = set()
         self._released: set[int] = set()
-        self._free = list(range(self.description.num_blocks))
         self._last_plan_id = 0
 
     @property
     def blocks(self) -> Blocks:
-        held = [block for sequence in self._sequences.values() for block in sequence.blocks]
-        assert sorted(held + self._free) == list(range(self.description.num_blocks)), "a block is lost or has two owners"
-        return Blocks(len(self._free), 0, len(held))
+        return self.pool.blocks([sequence.blocks for sequence in self._sequences.values()])
 
     @property
     def idle(self) -> bool:
@@ -109,7 +120,7 @@ class ModelExecutor:
         return self._compute(step)
 
     def _prepare(self, plan: Plan) -> _Step:
-        before = len(self._free)
+        before = self.pool.available
         for sequence_id in plan.release:
             self._released.add(sequence_id)
             self._let_go(sequence_id, released=True)
@@ -117,7 +128,7 @@ class ModelExecutor:
             self._admit(admission)
         faults: dict[int, Fault] = {}
         rows = [self._launch(i, n, faults) for i, n in zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True)]
-        return _Step(plan, rows, faults, before - len(self._free))
+        return _Step(plan, rows, faults, before - self.pool.available)
 
     def _admit(self, admission: Admission) -> None:
         assert admission.sequence_id not in self._admitted, "a sequence id was used again"
@@ -135,20 +146,28 @@ class ModelExecutor:
         if sequence is None or sequence.finished:
             return None
         known = len(sequence.tokens) + sequence.sampling
-        count = min(most, known - sequence.launched)
-        fault = self._fault(sequence, sequence.launched + count)
+        if known >= sequence.most_tokens(self.description.max_model_len):
+            # The steps launched bring it to its length: that much is known before they are over.
+            return None
+        before, hits = sequence.launched, [] if sequence.launched else self.pool.hit(sequence.tokens)
+        sequence.blocks += hits
+        start = before + len(hits) * self.description.block_size
+        count = min(most, known - start)
+        fault = self._fault(sequence, start + count)
         if fault is not None:
             faults[sequence_id] = Fault(fault, "from the model executor")
+            self.pool.let_go(hits)
+            del sequence.blocks[len(sequence.blocks) - len(hits) :]
             if fault is not SequenceFault.NO_BLOCKS:
                 self._let_go(sequence_id, finished=True)
             return None
-        if sequence.launched <= self.poison.get(sequence.admission.sampling.seed, -1) < sequence.launched + count:
+        if before <= self.poison.get(sequence.admission.sampling.seed, -1) < start + count:
             raise Died(sequence.admission.sampling.seed)
-        samples = sequence.launched + count == known
-        sequence.launched += count
+        samples = start + count == known
+        sequence.launched = start + count
         sequence.sampling += samples
         sequence.steps += 1
-        return _Row(sequence, count, samples)
+        return _Row(sequence, start, count, samples, start - before)
 
     def _fault(self, sequence: _Sequence, tokens: int) -> SequenceFault | None:
         """Takes the blocks for so many tokens, or says why not."""
@@ -156,24 +175,28 @@ class ModelExecutor:
         if injected is not None:
             return injected
         lacking = max(0, -(-tokens // self.description.block_size) - len(sequence.blocks))
-        if lacking > len(self._free):
+        if lacking > self.pool.available:
             self.ran_out += 1
             return SequenceFault.NO_BLOCKS
-        sequence.blocks += [self._free.pop() for _ in range(lacking)]
+        sequence.blocks += self.pool.take(lacking)
         return None
 
     def _compute(self, step: _Step) -> Result:
-        computed, sampled, token_ids, finishes = [], [], [], []
+        computed, sampled, token_ids, finishes, cached = [], [], [], [], []
         for sequence_id, row in zip(step.plan.advance_sequence_ids, step.rows, strict=True):
             tokens, finish = self._sample(row) if row is not None else ([], NONE)
             skipped = row is None or (row.samples and not tokens)
             computed.append(0 if row is None or skipped else row.count)
+            cached.append(0 if row is None or skipped else row.cached)
             sampled.append(len(tokens))
             token_ids += tokens
             finishes.append(finish)
             if row is not None:
                 row.sequence.steps -= 1
+                if not skipped:
+                    self.pool.keep(row.sequence.blocks, row.sequence.tokens, row.start, row.start + row.count)
                 self._let_go(sequence_id, finished=finish != NONE)
+        dropped, stored = self.pool.changes()
         return Result(
             self.epoch,
             step.plan.plan_id,
@@ -184,12 +207,16 @@ class ModelExecutor:
             tuple(finishes),
             self._report(),
             step.faults,
+            num_cached=tuple(cached) if any(cached) else (),
+            dropped=dropped,
+            stored=stored,
         )
 
     def _report(self) -> Blocks:
         """The blocks as they stand after this plan, whatever the next has taken already: the most hopeful report allowed."""
         taken = self._prepared.taken if self._prepared is not None else 0
-        return Blocks(self.blocks.free + taken, 0, self.blocks.held - taken)
+        blocks = self.blocks
+        return Blocks(blocks.free + taken, blocks.cached, blocks.held - taken)
 
     def _sample(self, row: _Row) -> tuple[list[int], int]:
         """The tokens of one row and how its sequence ends; nothing for one that an earlier step has finished."""
@@ -213,4 +240,4 @@ class ModelExecutor:
         sequence.finished |= finished
         sequence.released |= released
         if (sequence.finished or sequence.released) and sequence.steps == 0:
-            self._free += self._sequences.pop(sequence_id).blocks
+            self.pool.let_go(self._sequences.pop(sequence_id).blocks)

@@ -33,13 +33,16 @@ class Simulation:
             max_num_seqs=rng.choice([1, 3, 8]),
             max_num_batched_tokens=rng.choice([8, 32, 128]),
             batching=rng.choice(["continuous", "continuous", "static"]),
-            policy=rng.choice(["fcfs", "priority"]),
+            policy=rng.choice(["fcfs", "priority", "lpm"]),
             watermark=rng.choice([0.0, 0.01, 0.1]),
             max_overtakes=rng.choice([0, 2, 8]),
+            max_hit_overtakes=rng.choice([0, 4, 32]),
         )
         depth = rng.choice([1, 2, 3])
-        x = description("x", block_size=4, num_blocks=rng.choice([12, 24, 60]), max_model_len=48, pipeline_depth=depth)
-        y = description("y", block_size=8, num_blocks=rng.choice([6, 20]), max_model_len=48, pipeline_depth=2)
+        caching = rng.random() < 0.7
+        x_blocks, y_blocks = rng.choice([12, 24, 60]), rng.choice([6, 20])
+        x = description("x", num_blocks=x_blocks, max_model_len=48, pipeline_depth=depth, caching=caching)
+        y = description("y", block_size=8, num_blocks=y_blocks, max_model_len=48, caching=caching)
         self.world = World(config, *[x, y][: rng.choice([1, 2])], overlap=rng.random() < 0.5)
         self.lost: set[str] = set()
         self.calm = calm
@@ -203,11 +206,12 @@ def _run_python(code: str, hash_seed: str) -> str:
 
 
 def test_the_simulations_reach_what_they_are_for() -> None:
-    """Guards the generator: over a few seeds every ending, many preemptions and some stale results are seen."""
+    """Guards the generator: over a few seeds every ending, many preemptions and hits of the prefix cache are seen."""
     seen: Counter[str] = Counter()
     for seed in range(1000, 1006):
         simulation = Simulation(seed, calm=False)
         simulation.run(150)
         seen.update(record.state.value for record in simulation.world.records.values())
+        seen["hits"] += simulation.world.core.counters.prefix_cache_hits
         seen["preempted"] += sum("preempted" in record.path for record in simulation.world.records.values())
-    assert all(seen[kind] >= 5 for kind in ("done", "cancelled", "expired", "failed", "preempted")), seen
+    assert all(seen[kind] >= 5 for kind in ("done", "cancelled", "expired", "failed", "preempted", "hits")), seen

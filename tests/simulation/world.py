@@ -52,9 +52,19 @@ def description(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     pipeline_depth: int = 2,
+    caching: bool = False,
 ) -> ExecutorDescription:
     return ExecutorDescription(
-        name, model, block_size, num_blocks, max_model_len, max_num_seqs, max_num_batched_tokens, pipeline_depth
+        name,
+        model,
+        block_size,
+        num_blocks,
+        max_model_len,
+        max_num_seqs,
+        max_num_batched_tokens,
+        pipeline_depth,
+        caches_prefixes=caching,
+        cache_version="tiny 1" if caching else None,
     )
 
 
@@ -133,7 +143,7 @@ class World:
         request = Request(
             f"r{seed}",
             model,
-            tuple(range(100, 100 + prompt)),
+            self._prompt(seed, prompt),
             sampling or Sampling(max_tokens=max_tokens, seed=seed),
             self.now_s,
             priority,
@@ -144,6 +154,12 @@ class World:
         self.records[request.request_id] = Record(request, number=len(self.records))
         self.handle(Submitted(request))
         return request.request_id
+
+    @staticmethod
+    def _prompt(seed: int, length: int) -> tuple[int, ...]:
+        """Of three kinds, equal from the first token on, but for an odd last token now and then."""
+        tokens = range(100 * (1 + seed % 3), 100 * (1 + seed % 3) + length)
+        return (*tokens[:-1], tokens[-1] + seed % 2)
 
     def cancel(self, request_id: str) -> list[Effect]:
         return self.handle(Cancelled(request_id, "by the client"))
@@ -284,10 +300,11 @@ class World:
         return oracle.whole_output(request.sampling.seed, len(request.prompt), request.sampling.max_tokens, most)
 
     def check_idle(self) -> None:
-        """All ended; all blocks free; no gauge above zero; no block was ever missing."""
+        """All ended; all blocks free or cached; no gauge above zero; no block was ever missing; the mirrors are true."""
         assert self.unfinished == []
         for name, executor in self.executors.items():
-            assert executor.blocks.free == executor.description.num_blocks, f"{name} still holds blocks"
+            assert executor.blocks.available == executor.description.num_blocks, f"{name} still holds blocks"
+            assert self.core._roster.executors[name].mirror._stored == set(executor.pool.all_stored())
             assert executor.ran_out == 0, f"a plan for {name} needed a block that was not there"
         assert (self.core.num_running, self.core.num_waiting, self.core.kv_cache_usage) == (0, 0, 0.0)
 
@@ -300,7 +317,7 @@ class World:
 
     def _join(self, name: str) -> None:
         executor = self.executors[name]
-        self.handle(ExecutorJoined(executor.description, executor.epoch, executor.blocks))
+        self.handle(ExecutorJoined(executor.description, executor.epoch, executor.blocks, executor.pool.all_stored()))
 
     def _record(self, effect: Effect) -> None:
         match effect:
@@ -336,7 +353,9 @@ class World:
                 if by_priority and old.rank < new.rank:
                     raise AssertionError(f"{new.request.request_id} ran before one of higher priority")
                 old.overtaken += old.number < new.number
-                assert by_priority or old.overtaken <= self.config.max_overtakes, f"{old.request.request_id} starves"
+                by_hit = self.config.policy == "lpm"
+                most = max(self.config.max_overtakes, by_hit * self.config.max_hit_overtakes)
+                assert by_priority or old.overtaken <= most, f"{old.request.request_id} starves"
 
     def _record_transition(self, effect: Transitioned) -> None:
         record = self.records[effect.request_id]

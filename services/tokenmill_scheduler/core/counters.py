@@ -15,6 +15,8 @@ class Counters:
     - steps: plans answered. occupancy_sum: over them, sequences advanced / slots; divided by steps it is the mean batch occupancy.
     - prompt_tokens: of requests at their first admission. output_tokens: kept, overshoot not among them.
     - stale_results: results, and sequences' parts of results, that answered for something no longer wanted.
+    - prefix_cache_queries: known tokens of sequences at their first step, where prefixes are cached. prefix_cache_hits: those of
+      them that were there.
     - no_blocks: sequences an executor had no block for although the forecast said there was one.
     """
 
@@ -25,6 +27,8 @@ class Counters:
     output_tokens: int = 0
     stale_results: int = 0
     no_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

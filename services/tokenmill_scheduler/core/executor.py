@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tokenmill_scheduler.core.forecast import Forecast
+from tokenmill_scheduler.core.mirror import Mirror
 from tokenmill_scheduler.core.records import Blocks, ExecutorDescription, Plan
 from tokenmill_scheduler.core.sequence import Sequence
 
@@ -33,6 +34,7 @@ class ExecutorState:
     max_num_seqs: int
     max_num_batched_tokens: int
     forecast: Forecast = field(init=False)
+    mirror: Mirror = field(init=False)
     joined: bool = True
     running: dict[int, Sequence] = field(default_factory=dict)
     leaving: dict[int, Sequence] = field(default_factory=dict)
@@ -45,7 +47,9 @@ class ExecutorState:
     probation: Sequence | None = None
 
     def __post_init__(self) -> None:
-        self.forecast = Forecast(self.description.block_size, self.blocks.available)
+        description = self.description
+        self.forecast = Forecast(description.block_size, self.blocks.available)
+        self.mirror = Mirror(description.cache_version, description.block_size, description.num_blocks)
 
     @property
     def name(self) -> str:
@@ -111,6 +115,7 @@ class ExecutorState:
         self.probation = None
         self.blocks = Blocks(0, 0, 0)
         self.forecast = Forecast(self.description.block_size, 0)
+        self.mirror.clear()
         return sequences
 
 

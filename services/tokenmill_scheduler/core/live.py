@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tokenmill_scheduler.core.mirror import BlockHashes
 from tokenmill_scheduler.core.records import Transitioned
 from tokenmill_scheduler.core.request import FinishReason, Request, State, check_transition
 from tokenmill_scheduler.core.sequence import Sequence
@@ -33,6 +34,7 @@ class LiveRequest:
 
     `sequence` is the one whose results still bring tokens: of a running request its current sequence, of a preempted one the
     released sequence until the results of all plans that advanced it are in, else None.
+    `hashes` are those of its blocks, by cache version and block size (see `mirror.py`).
     `suspect_until` is above 0 while it is suspected of having killed an executor: it is cleared once it has computed so many tokens
     (see `quarantine.py`).
     """
@@ -44,6 +46,7 @@ class LiveRequest:
     sequence: Sequence | None = None
     overtaken: int = 0
     suspect_until: int = 0
+    hashes: dict[tuple[str, int], BlockHashes] = field(default_factory=dict)
 
     @property
     def request_id(self) -> str:

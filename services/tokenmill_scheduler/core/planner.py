@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
+from tokenmill_scheduler.core.lineup import Lineup
 from tokenmill_scheduler.core.live import RESOURCE_EXHAUSTED, Ending, LiveRequest
 from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.records import Admission, Plan
@@ -45,14 +46,15 @@ class Draft:
 
 
 class Planner:
-    """`max_overtakes` bounds who may pass a head that does not fit."""
+    """`max_overtakes` bounds who may pass a head that does not fit, `max_hit_overtakes` who may for the sake of a prefix hit."""
 
-    def __init__(self, roster: Roster, batching: Batching, room: Room, max_overtakes: int) -> None:
+    def __init__(self, roster: Roster, batching: Batching, room: Room, max_overtakes: int, max_hit_overtakes: int) -> None:
         self._roster = roster
         self._policy = roster.policy
         self._batching = batching
         self._room = room
         self._max_overtakes = max_overtakes
+        self._most_hit_overtakes = max_hit_overtakes
 
     def plan(self, executor: ExecutorState, now_s: float) -> Plan | None:
         """The next plan, booked; None when there is nothing to release, admit or advance."""
@@ -115,9 +117,10 @@ class Planner:
     def _advance(self, executor: ExecutorState, draft: Draft) -> None:
         """Every decode that has or gets its block, then prefills by what is left of the budget."""
         forecast, block_size = executor.forecast, executor.forecast.block_size
+        ahead = executor.description.caches_prefixes
         prefills: list[Sequence] = []
         for sequence in executor.running.values():
-            if sequence.planned_known >= sequence.limit:
+            if sequence.planned_known >= sequence.limit or (ahead and _may_outrun(sequence, block_size)):
                 continue
             if sequence.remaining > 1:
                 prefills.append(sequence)
@@ -178,7 +181,11 @@ class Planner:
     def _admit(self, executor: ExecutorState, waiting: Waiting, draft: Draft, slots: int, now_s: float) -> None:
         """Admits in the policy's order. Past a head that does not fit, equals may overtake it `max_overtakes` times in all."""
         passed: list[LiveRequest] = []
-        for live in list(waiting) if slots > 0 and draft.budget else ():
+        if slots <= 0 or draft.budget == 0:
+            return
+        hit = executor.mirror.hit if self._policy.prefers_hits else None
+        lineup = Lineup(waiting, hit, self._most_hit_overtakes)
+        for live in lineup:
             if slots == 0 or draft.budget == 0 or not self._may_pass(live, passed) or quarantine.must_wait(live, executor):
                 break
             if not self._room.can_be_held(live):
@@ -190,6 +197,7 @@ class Planner:
             else:
                 self._admit_one(live, executor, draft, now_s)
                 slots -= 1
+                lineup.admitted(live)
                 for head in passed:
                     head.overtaken += 1
                 if live.suspect_until:
@@ -203,11 +211,12 @@ class Planner:
         )
 
     def _admit_one(self, live: LiveRequest, executor: ExecutorState, draft: Draft, now_s: float) -> None:
-        blocks = self._room.blocks_needed(live, executor)
+        blocks, hit = self._room.blocks_needed(live, executor), executor.mirror.hit(live)
         sequence = self._roster.admit(live, executor, now_s)
         executor.batch_room = max(0, executor.batch_room - 1)
         if live.suspect_until:
             executor.probation = sequence
+        sequence.predicted = hit
         executor.forecast.reserve(sequence, blocks)
         request = live.request
         token_ids = (*request.prompt, *live.output)
@@ -238,6 +247,11 @@ class Planner:
 def _needs_block(sequence: Sequence, block_size: int) -> bool:
     """Whether its next token lies beyond its reservation: only a decode's can."""
     return sequence.planned_computed >= sequence.reserved * block_size and sequence.planned_known < sequence.limit
+
+
+def _may_outrun(sequence: Sequence, block_size: int) -> bool:
+    """Whether one more plan could take it past its reservation, since its first result is out and a cached prefix may be in it."""
+    return sequence.computed == 0 and sequence.most_computed(1) > sequence.reserved * block_size
 
 
 def _too_long(live: LiveRequest) -> Ending:

@@ -18,6 +18,8 @@ class Policy(Protocol):
     name: str
     # Whether a waiting request may take the slot or the blocks of a running one that it `outranks`.
     displaces: bool
+    # Whether a predicted prefix hit counts for more than the order of arrival (see `lineup.py`).
+    prefers_hits: bool
 
     def rank(self, live: LiveRequest) -> Rank:
         """Sorts queued and running requests, soonest first."""
@@ -36,6 +38,7 @@ class Fcfs:
 
     name = "fcfs"
     displaces = False
+    prefers_hits = False
 
     def rank(self, live: LiveRequest) -> Rank:
         return (_resumes(live), live.request.arrival_s, live.ordinal)
@@ -49,6 +52,7 @@ class Priority:
 
     name = "priority"
     displaces = True
+    prefers_hits = False
 
     def rank(self, live: LiveRequest) -> Rank:
         return (live.request.lane, -live.request.priority, _resumes(live), live.request.arrival_s, live.ordinal)
@@ -58,4 +62,11 @@ class Priority:
         return (ours.lane, -ours.priority) < (theirs.lane, -theirs.priority)
 
 
-POLICIES: dict[str, type[Fcfs] | type[Priority]] = {policy.name: policy for policy in (Fcfs, Priority)}
+class LongestPrefixMatch(Fcfs):
+    """The longest predicted prefix hit first, so that what is cached is used before it is evicted; ties by arrival."""
+
+    name = "lpm"
+    prefers_hits = True
+
+
+POLICIES: dict[str, type[Fcfs] | type[Priority]] = {policy.name: policy for policy in (Fcfs, Priority, LongestPrefixMatch)}

@@ -43,7 +43,7 @@ def lose(roster: Roster, executor: ExecutorState, now_s: float, reason: str) -> 
 def _suspect(sequence: Sequence, executor: ExecutorState) -> None:
     if sequence.live is not None:
         ahead = executor.description.caches_prefixes
-        sequence.live.suspect_until = sequence.most_computed if ahead else sequence.planned_computed
+        sequence.live.suspect_until = sequence.most_computed() if ahead else sequence.planned_computed
 
 
 def on_trial(executor: ExecutorState) -> bool:

@@ -32,6 +32,8 @@ def apply_result(roster: Roster, executor: ExecutorState, result: Result, text_s
     _count_step(roster, executor, len(out.sequences))
     executor.blocks = result.blocks
     executor.forecast.available = result.blocks.available
+    if result.dropped or result.stored:
+        executor.mirror.apply(result.dropped, result.stored)
     _Reading(roster, executor, _in_plan_order(out, result), text_stops, now_s).read(out)
     quarantine.acquit(executor)
     executor.settle_leaving(out.plan.release)
@@ -98,6 +100,8 @@ class _Reading:
         for row, (sequence, advanced, num_sampled, finish) in enumerate(columns):
             sequence.settle(advanced, num_sampled)
             if sequence.computed > sequence.held * block_size:
+                if sequence.held == 0:
+                    self._count_lookup(row, sequence.known - num_sampled)
                 forecast.confirm(sequence)
             first, start = start, start + num_sampled
             live = sequence.live
@@ -109,6 +113,13 @@ class _Reading:
                 self._keep(live, result.token_ids[first:start])
                 if live.state is State.PREFILL:
                     self._changes.append(_Change(sequence, live))
+
+    def _count_lookup(self, row: int, known: int) -> None:
+        """A sequence's first step, for which its `known` tokens were looked up."""
+        if self._executor.description.caches_prefixes:
+            counters = self._roster.counters
+            counters.prefix_cache_queries += known
+            counters.prefix_cache_hits += self._result.num_cached[row] if self._result.num_cached else 0
 
     def _read_exception(self, row: int, sequence: Sequence, live: LiveRequest, first: int, num_sampled: int) -> None:
         """A sequence that ends, is at fault, or comes with log probabilities."""

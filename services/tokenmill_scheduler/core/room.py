@@ -32,14 +32,9 @@ class Room:
         return here and executor.can_hold(live.known)
 
     def blocks_needed(self, live: LiveRequest, executor: ExecutorState) -> int:
-        """Blocks for all known tokens and the next one, unless that will never be computed or there are no more blocks.
-
-        With a prefix cache it may sample in the very first plan, and compute a token in each that is out behind that one.
-        """
-        description = executor.description
-        more = max(1, description.pipeline_depth - 1) if description.caches_prefixes else 1
-        last_computed = live.limit(description.max_model_len) - 1
-        return min(executor.forecast.blocks(min(live.known + more, last_computed)), description.num_blocks)
+        """Blocks for all known tokens and the next one, unless that will never be computed or there are no more blocks."""
+        last_computed = live.limit(executor.description.max_model_len) - 1
+        return min(executor.forecast.blocks(min(live.known + 1, last_computed)), executor.description.num_blocks)
 
     def blocks_free(self, executor: ExecutorState) -> int:
         """Blocks above the watermark; on an executor where nothing runs there is nobody to keep them for."""

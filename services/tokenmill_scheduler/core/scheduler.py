@@ -57,6 +57,8 @@ class SchedulerConfig:
     watermark: float = 0.01
     # how often, in all, later equals may be admitted past a waiting request that does not fit
     max_overtakes: int = 8
+    # how often, in all, later requests may be admitted before a waiting one because more of their prefix is cached
+    max_hit_overtakes: int = 32
 
 
 class Scheduler:
@@ -67,7 +69,7 @@ class Scheduler:
         self._batching = batching_named(config.batching, config.max_waiting_time_s)
         self._roster = Roster(POLICIES[config.policy]())
         self._room = Room(self._roster, self._batching, config.watermark)
-        self._planner = Planner(self._roster, self._batching, self._room, config.max_overtakes)
+        self._planner = Planner(self._roster, self._batching, self._room, config.max_overtakes, config.max_hit_overtakes)
 
     # ---- events ----
 
@@ -108,6 +110,9 @@ class Scheduler:
         if event.request.request_id in self._roster.requests:
             return
         live = self._roster.enter(event)
+        for executor in self._roster.executors.values():
+            if executor.joined and executor.description.model == event.request.model:
+                executor.mirror.prepare(live)
         if event.state in QUEUED:
             self._roster.enqueue(live)
         if live.at_max_tokens:
@@ -150,7 +155,9 @@ class Scheduler:
         tokens = min(self.config.max_num_batched_tokens, description.max_num_batched_tokens)
         # Every decode is in every plan, so a step has to have a token for each slot.
         seqs = min(self.config.max_num_seqs, description.max_num_seqs, tokens)
-        self._roster.executors[description.name] = ExecutorState(description, event.epoch, event.blocks, seqs, tokens)
+        executor = ExecutorState(description, event.epoch, event.blocks, seqs, tokens)
+        executor.mirror.apply((), event.stored)
+        self._roster.executors[description.name] = executor
 
     def _executor_lost(self, event: ExecutorLost, now_s: float) -> None:
         executor = self._roster.executors.get(event.executor)

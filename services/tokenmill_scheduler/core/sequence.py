@@ -55,10 +55,11 @@ class Sequence:
         """Tokens still to plan until it samples; 1 while it decodes."""
         return max(1, self.planned_known - self.planned_computed - self.predicted)
 
-    @property
-    def most_computed(self) -> int:
-        """Tokens it may have computed, at the most, once every plan that is out has been carried out."""
-        return self.planned_computed if self.computed else min(self.known + max(0, self.plans_out - 1), self.limit - 1)
+    def most_computed(self, more_plans: int = 0) -> int:
+        """Tokens that may be computed once the plans out, and so many more, are carried out: all but the last may be cached."""
+        if self.computed:
+            return self.planned_computed
+        return min(self.known + max(0, self.plans_out + more_plans - 1), self.limit - 1)
 
     @property
     def exhausted(self) -> bool:

@@ -84,11 +84,11 @@ def test_a_cached_prefix_puts_a_sequence_ahead_of_its_bookings_until_its_first_r
     sequence.plan(3)
     sequence.plan(4)
     assert (sequence.planned_computed, sequence.planned_known) == (7, 8)
-    assert sequence.most_computed == 8
+    assert sequence.most_computed() == 8
     sequence.settle(4 + 3, 1)
     # What is left of the second plan is one decode.
     assert (sequence.computed, sequence.known, sequence.planned_computed, sequence.planned_known) == (7, 8, 8, 9)
-    assert sequence.most_computed == 8
+    assert sequence.most_computed() == 8
     sequence.settle(1, 1)
     assert (sequence.planned_computed, sequence.planned_known, sequence.remaining) == (8, 9, 1)
 
