@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tokenmill_scheduler.core.records import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import Request, Sampling, State
-from tokenmill_scheduler.ledger.port import Outcome, Submission
+from tokenmill_scheduler.ledger.port import Lease, Outcome, Submission
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 
@@ -62,13 +62,17 @@ class Measured:
 class Streams:
     """256 decoding requests in a ledger, and the record of each next step."""
 
-    def __init__(self, ledger: SqlLedger, prefix: str) -> None:
+    def __init__(self, ledger: SqlLedger, lease: Lease, prefix: str) -> None:
         self._ids = tuple(f"{prefix}-{number:026d}" for number in range(STREAMS))
         self._steps = 0
         now_s = time.time()
-        ledger.write([_submission(request_id, now_s) for request_id in self._ids])
-        ledger.write([Transitioned(request_id, State.WAITING, State.PREFILL, now_s, executor="x") for request_id in self._ids])
-        ledger.write([Transitioned(request_id, State.PREFILL, State.DECODE, now_s, executor="x") for request_id in self._ids])
+        ledger.write([_submission(request_id, now_s) for request_id in self._ids], lease)
+        ledger.write(
+            [Transitioned(request_id, State.WAITING, State.PREFILL, now_s, executor="x") for request_id in self._ids], lease
+        )
+        ledger.write(
+            [Transitioned(request_id, State.PREFILL, State.DECODE, now_s, executor="x") for request_id in self._ids], lease
+        )
 
     def step(self) -> TokensGenerated:
         index, self._steps = self._steps, self._steps + 1
@@ -80,25 +84,25 @@ def _submission(request_id: str, now_s: float) -> Submission:
     return Submission(request, b"digest of the payload, 32 bytes.")
 
 
-def store_tokens(ledger: SqlLedger, seconds: float) -> tuple[float, Latencies]:
+def store_tokens(ledger: SqlLedger, lease: Lease, seconds: float) -> tuple[float, Latencies]:
     """One commit after the other, one step each: no merging of steps helps."""
-    streams = Streams(ledger, "stored")
+    streams = Streams(ledger, lease, "stored")
     latencies = Latencies()
     start_s = now_s = time.perf_counter()
     while now_s < start_s + seconds:
-        ledger.write([streams.step()])
+        ledger.write([streams.step()], lease)
         before_s, now_s = now_s, time.perf_counter()
         latencies.values.append(now_s - before_s)
     return len(latencies.values) * STREAMS / (now_s - start_s), latencies
 
 
-async def pace_tokens(ledger: SqlLedger, seconds: float) -> tuple[float, Latencies]:
+async def pace_tokens(ledger: SqlLedger, lease: Lease, seconds: float) -> tuple[float, Latencies]:
     """Steps at even intervals, as an executor would send results."""
-    streams = Streams(ledger, "paced")
+    streams = Streams(ledger, lease, "paced")
     latencies = Latencies()
     interval_s = STREAMS / PACED_TOKENS_PER_S
     writer = LedgerWriter(ledger, _fail)
-    writer.start()
+    writer.start(lease)
     start_s = time.perf_counter()
     steps = int(seconds / interval_s)
     for number in range(steps):
@@ -112,10 +116,10 @@ def _note(latencies: Latencies, since_s: float) -> Callable[[list[Outcome]], Non
     return lambda _outcomes: latencies.values.append(time.perf_counter() - since_s)
 
 
-async def submit(ledger: SqlLedger, seconds: float) -> tuple[float, Latencies]:
+async def submit(ledger: SqlLedger, lease: Lease, seconds: float) -> tuple[float, Latencies]:
     latencies = Latencies()
     writer = LedgerWriter(ledger, _fail)
-    writer.start()
+    writer.start(lease)
     start_s = time.perf_counter()
 
     async def submitter(number: int) -> None:
@@ -150,12 +154,14 @@ def raw_fsync(folder: Path, times: int = 200) -> list[float]:
 
 def measure(url: str, name: str, folder: Path, seconds: float) -> Measured:
     ledger = open_ledger(url)
+    # Every write of a scheduler is fenced by its lease.
+    lease = ledger.take_lease("benchmark", lease_s=3600.0)
     fsync = Latencies(raw_fsync(folder))
-    stored_tokens_per_s, commit = store_tokens(ledger, seconds)
+    stored_tokens_per_s, commit = store_tokens(ledger, lease, seconds)
     fsync.values += raw_fsync(folder)
-    paced_tokens_per_s, added = asyncio.run(pace_tokens(ledger, seconds))
+    paced_tokens_per_s, added = asyncio.run(pace_tokens(ledger, lease, seconds))
     fsync.values += raw_fsync(folder)
-    submits_per_s, submitted = asyncio.run(submit(ledger, seconds))
+    submits_per_s, submitted = asyncio.run(submit(ledger, lease, seconds))
     fsync.values += raw_fsync(folder)
     ledger.close()
     return Measured(name, stored_tokens_per_s, commit, paced_tokens_per_s, added, submits_per_s, submitted, fsync)

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from tokenmill_scheduler import desk
 from tokenmill_scheduler.intake import InvalidArgument
-from tokenmill_scheduler.ledger.port import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import LeaseLost, LedgerUnavailable
 from tokenmill_scheduler.servicers import auth
 
 DOMAIN = "tokenmill"
@@ -79,6 +79,8 @@ def status_of(error: Exception) -> status_pb2.Status | None:
     """The status that tells a client of `error`; None for one that is not foreseen."""
     if isinstance(error, LedgerUnavailable):
         error = desk.Unavailable("the database cannot be reached", _LEDGER_RETRY_S)
+    elif isinstance(error, LeaseLost):
+        error = desk.Unavailable("another scheduler has taken over from this one", _LEDGER_RETRY_S)
     code, reason = _REASONS.get(type(error), (code_pb2.INTERNAL, ""))
     if not reason:
         return None
