@@ -23,7 +23,6 @@ from benchmarks.chaos.sent import Book
 from benchmarks.chaos.system import System
 
 RESULTS = Path(__file__).parent.parent / "results"
-_MEAN_GAP_S = 1.0
 
 
 def main() -> int:
@@ -46,6 +45,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--database", choices=(*KINDS, "both"), default="both")
     parser.add_argument("--seed", type=int, default=None, help="of the first run; drawn and printed when it is not given")
     parser.add_argument("--runs", type=int, default=1, help="on each database, each with the next seed")
+    parser.add_argument("--gap", type=float, default=1.5, help="mean seconds from one fault's beginning to the next one's")
     parser.add_argument("--streams", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=400, help="most output tokens of a request")
     parser.add_argument("--logs", type=Path, default=None, help="a folder to keep the services' logs in")
@@ -57,7 +57,7 @@ def _parse() -> argparse.Namespace:
 
 def _one(database: str, seed: int, arguments: argparse.Namespace) -> Outcome:
     print(f"{database}, seed {seed}", flush=True)
-    faults = draw(random.Random(seed), KINDS[database], arguments.minutes * 60, _MEAN_GAP_S)
+    faults = draw(random.Random(seed), KINDS[database], arguments.minutes * 60, arguments.gap)
     options = Options(database, seed, arguments.streams, arguments.max_tokens, tuple(faults))
     outcome = asyncio.run(run(options, _show))
     for line in told(outcome):

@@ -137,9 +137,12 @@ _BEHAVIOURS: tuple[tuple[Callable[[Visit], Awaitable[None]], bool, bool], ...] =
 
 
 class Clients:
-    """`run` keeps `count` of them busy until `leave`, and then until each has seen its request's end."""
+    """`address` gives each client's by its number.
 
-    def __init__(self, address: str, seed: int, count: int, max_tokens: int, book: Book) -> None:
+    `run` keeps `count` of them busy until `leave`, and then until each has seen its request's end.
+    """
+
+    def __init__(self, address: Callable[[int], str], seed: int, count: int, max_tokens: int, book: Book) -> None:
         self._address = address
         self._seed = seed
         self._count = count
@@ -155,7 +158,7 @@ class Clients:
 
     async def _client(self, number: int) -> None:
         rng = random.Random(f"{self._seed}/{number}")
-        async with AsyncClient(self._address, timeout=CALL_TIMEOUT_S, retry=RETRY) as client:
+        async with AsyncClient(self._address(number), timeout=CALL_TIMEOUT_S, retry=RETRY) as client:
             served = 0
             while not self._leaving:
                 behave, detached, hurried = rng.choice(_BEHAVIOURS)

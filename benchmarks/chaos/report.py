@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from benchmarks.chaos.audit import count_by_kind
 from benchmarks.chaos.faults import KINDS, Kind
-from benchmarks.chaos.run import Outcome, next_token_waits_s
+from benchmarks.chaos.run import Outcome, left_quiet, next_token_waits_s
 
 # What must be 0, and what it means.
 VIOLATIONS = {
@@ -70,6 +70,7 @@ def _requests(outcomes: Sequence[Outcome]) -> list[str]:
             any(move.after == "preempted" for move in stored.moves) for outcome in outcomes for stored in outcome.stored.values()
         ),
         "tokens told to clients": sum(len(one.tokens) for one in sent),
+        "schedulers that ended, fenced by another": sum(outcome.fenced for outcome in outcomes),
         "slowest to end once the faults were over, s": f"{max(outcome.settled_s for outcome in outcomes):.1f}",
     }
     return ["| requests | |", "|---|---:|", *(f"| {what} | {_number(count)} |" for what, count in rows.items())]
@@ -82,20 +83,21 @@ def _violations(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _faults(outcomes: Sequence[Outcome]) -> list[str]:
-    """Waits are those of all streams that were open when the fault was over and the victim served again."""
     lasted: dict[Kind, list[float]] = defaultdict(list)
     waits: dict[Kind, list[float]] = defaultdict(list)
     for outcome in outcomes:
         for befell in outcome.befell:
             lasted[befell.fault.kind].append(befell.healed_s - befell.from_s)
-            waits[befell.fault.kind] += next_token_waits_s([befell], outcome.book)
+            if left_quiet(befell, outcome.befell):
+                waits[befell.fault.kind] += next_token_waits_s(befell, outcome.book)
     rows = [_fault_row(kind, lasted[kind], waits[kind]) for kind in KINDS[outcomes[0].options.database]]
     every = [wait for of_kind in waits.values() for wait in of_kind]
     header = [
-        "A stream's next token: seconds after the fault was over and its victim served again, while other faults may have begun.",
+        "A stream's next token: seconds after the fault was over and its victim served again. Of faults that left no other",
+        "under way; others may have begun since.",
         "",
-        "| fault | times | mean length, s | next token, median s | mean s | max s |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| fault | times | mean length, s | streams | next token, median s | mean s | max s |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     return [*header, *rows, _row("all", [length for of_kind in lasted.values() for length in of_kind], every)]
 
@@ -109,7 +111,7 @@ def _row(name: str, lasted: Sequence[float], waits: Sequence[float]) -> str:
     length = f"{statistics.mean(lasted):.1f}" if lasted else "–"
     figures = [statistics.median(waits), statistics.mean(waits), max(waits)] if waits else []
     cells = [f"{figure:.2f}" for figure in figures] or ["–"] * 3
-    return f"| {name} | {len(lasted)} | {length} | {' | '.join(cells)} |"
+    return f"| {name} | {len(lasted)} | {length} | {len(waits)} | {' | '.join(cells)} |"
 
 
 def _number(value: object) -> str:

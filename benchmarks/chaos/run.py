@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from bisect import bisect
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +36,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`settled_s`: from the last fault's end until every client had its request's end. Times are by the clock of the run."""
+    """`settled_s`: from the last fault's end until every client had its request's end. `fenced`: schedulers that another took over
+    from. Times are by the clock of the run.
+    """
 
     options: Options
     book: Book
@@ -44,6 +47,7 @@ class Outcome:
     stored: dict[str, Stored]
     wall_s: float
     settled_s: float
+    fenced: int
     logs: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +86,7 @@ async def run(options: Options, watch: Watch | None = None) -> Outcome:
         if trouble:
             violations.append(Violation("not idle", "", trouble))
         logs = {path.stem: path.read_text(errors="replace") for path in sorted(processes.folder.glob("*.log"))}
-        return Outcome(options, book, system.befell, violations, stored, clock(), settled_s, logs)
+        return Outcome(options, book, system.befell, violations, stored, clock(), settled_s, system.fenced, logs)
 
 
 async def _first_tokens(options: Options, book: Book) -> None:
@@ -118,13 +122,13 @@ async def _settle(working: asyncio.Task[None], url: str) -> None:
                 await asyncio.sleep(_LOOK_S)
 
 
-def next_token_waits_s(befell: Sequence[Befell], book: Book) -> list[float]:
-    """For each fault and each stream that was open when it was healed: how long its next token took from then."""
-    waits = []
-    for one in befell:
-        for sent in book.requests:
-            ended_s = sent.ended_s or (sent.came_s[-1] if sent.came_s else sent.sent_s)
-            if sent.sent_s < one.healed_s < ended_s:
-                later = [came_s for came_s in sent.came_s if came_s > one.healed_s]
-                waits += [min(later) - one.healed_s] if later else []
-    return waits
+def next_token_waits_s(fault: Befell, book: Book) -> list[float]:
+    """For each stream that was open when the fault was healed: how long its next token took from then."""
+    healed_s = fault.healed_s
+    streams = [sent.came_s[bisect(sent.came_s, healed_s) :] for sent in book.requests if sent.sent_s < healed_s]
+    return [later[0] - healed_s for later in streams if later]
+
+
+def left_quiet(fault: Befell, befell: Sequence[Befell]) -> bool:
+    """No other fault was under way when this one was healed: what comes next is its own doing."""
+    return not any(other.from_s < fault.healed_s < other.healed_s for other in befell if other is not fault)

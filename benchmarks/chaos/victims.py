@@ -5,6 +5,7 @@ Their methods block for as long as a process takes to start; call them on a thre
 
 from __future__ import annotations
 
+import re
 import signal
 import sqlite3
 import time
@@ -38,11 +39,16 @@ class Victim(Protocol):
 
 @dataclass
 class Service:
-    """A scheduler or an executor. `crashes` has the log of each time that it ended without being told to."""
+    """A scheduler or an executor.
+
+    `crashes` has the last words of each time that it ended without being told to. `fenced` counts how often it did because another
+    scheduler had taken over from it, as it must.
+    """
 
     name: str
     begin: Callable[[], ServiceProcess]
     crashes: list[str] = field(default_factory=list)
+    fenced: int = 0
     # Of its last process; a new one listens there too.
     address: str = ""
     _process: ServiceProcess | None = None
@@ -86,7 +92,12 @@ class Service:
             self.start()
 
     def _keep_last_words(self, what: str, process: ServiceProcess) -> None:
-        self.crashes.append(f"{what}:\n{process.log.read_text()[-_LAST_WORDS_CHARS:]}")
+        # The log has those of earlier processes as well.
+        words = process.log.read_text().rpartition("lease taken")[2][-_LAST_WORDS_CHARS:]
+        if re.search(r"\] fenced +reason=", words):
+            self.fenced += 1
+        else:
+            self.crashes.append(f"{what}:\n{words}")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.runs:
