@@ -192,6 +192,8 @@ class Load:
     batching: str
     policy: str
     queue_paused: str = ""
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
 
 class Desk(Protocol):

@@ -21,7 +21,10 @@ class PlanSender(Protocol):
 
 @dataclass(slots=True)
 class Drive:
-    """`joined_s` is Unix seconds; the pacer's times are those of the event loop. `blocks` stand as in the last result."""
+    """`joined_s` is Unix seconds; the pacer's times are those of the event loop. `blocks` stand as in the last result.
+
+    `stored`: hashes of the blocks that were in its prefix cache when it joined.
+    """
 
     link: PlanSender
     facts: ExecutorFacts
@@ -30,6 +33,7 @@ class Drive:
     blocks: Blocks
     joined_s: float
     connected: bool = True
+    stored: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

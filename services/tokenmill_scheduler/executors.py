@@ -11,7 +11,7 @@ from functools import partial
 
 import structlog
 
-from tokenmill_scheduler.core.records import Blocks, Result
+from tokenmill_scheduler.core.records import Result
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable
 from tokenmill_scheduler.link import ExecutorLink, Refused
@@ -20,7 +20,7 @@ from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.pacing import Pacer
 from tokenmill_scheduler.session import Fenced, SessionLimits
 from tokenmill_scheduler.settings import ClientTls
-from tokenmill_scheduler.wire import ExecutorFacts
+from tokenmill_scheduler.wire import ExecutorFacts, Standing
 
 PIPELINE_DEPTH = 2
 
@@ -112,10 +112,10 @@ class Executors:
     async def learn_tokenizer(self, digest: str, files: dict[str, bytes]) -> None:
         await self._models.learn_tokenizer(digest, files)
 
-    def joined(self, link: ExecutorLink, facts: ExecutorFacts, epoch: int, blocks: Blocks) -> None:
+    def joined(self, link: ExecutorLink, facts: ExecutorFacts, epoch: int, standing: Standing) -> None:
         depth = min(PIPELINE_DEPTH, facts.description.pipeline_depth)
         pacer = Pacer(depth, joined_s=asyncio.get_running_loop().time())
-        drive = Drive(link, facts, epoch, pacer, blocks, joined_s=self._loop.clock())
+        drive = Drive(link, facts, epoch, pacer, standing.blocks, joined_s=self._loop.clock(), stored=standing.stored)
         self._drives[link] = drive
         self._log.info(
             "executor joined",
@@ -125,7 +125,8 @@ class Executors:
             model=facts.description.model,
             device=facts.device,
             version=facts.version,
-            kv_blocks=blocks.total,
+            kv_blocks=standing.blocks.total,
+            cached_blocks=standing.blocks.cached,
         )
         self._models.joined(facts)
         self._loop.joined(drive)

@@ -16,7 +16,7 @@ from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill.executor.v1 import executor_pb2_grpc as pb_grpc
 
 from tokenmill_scheduler import wire
-from tokenmill_scheduler.core.records import Blocks, Plan, Result
+from tokenmill_scheduler.core.records import Plan, Result
 from tokenmill_scheduler.ledger.port import ExecutorTaken, LedgerError
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost, describe_error
 from tokenmill_scheduler.settings import ClientTls, SettingsError
@@ -48,7 +48,7 @@ class LinkOwner(Protocol):
     async def learn_tokenizer(self, digest: str, files: dict[str, bytes]) -> None:
         """Raises ValueError when they are no tokenizer."""
 
-    def joined(self, link: ExecutorLink, facts: wire.ExecutorFacts, epoch: int, blocks: Blocks) -> None: ...
+    def joined(self, link: ExecutorLink, facts: wire.ExecutorFacts, epoch: int, standing: wire.Standing) -> None: ...
 
     def answered(self, link: ExecutorLink, result: Result) -> None: ...
 
@@ -160,8 +160,8 @@ class ExecutorLink:
                 raise SessionLost(describe_error(error)) from None
             epoch = await self._owner.next_epoch(self, facts.description.name, facts.epoch + 1)
             session = Session(stub, epoch, self._limits)
-            blocks = await session.greet()
-            await self._serve(session, facts, blocks)
+            standing = await session.greet()
+            await self._serve(session, facts, standing)
 
     def _open_channel(self) -> grpc.aio.Channel:
         if self._tls is None or self.address.startswith("unix:"):
@@ -177,10 +177,10 @@ class ExecutorLink:
             pieces = [piece async for piece in stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=TOKENIZER_TIMEOUT_S)]
             await self._owner.learn_tokenizer(digest, wire.tokenizer_files(pieces))
 
-    async def _serve(self, session: Session, facts: wire.ExecutorFacts, blocks: Blocks) -> None:
+    async def _serve(self, session: Session, facts: wire.ExecutorFacts, standing: wire.Standing) -> None:
         self._backoff.reset()
         self._session = session
-        self._owner.joined(self, facts, session.epoch, blocks)
+        self._owner.joined(self, facts, session.epoch, standing)
         if self.leaving:
             session.leave()
         reason = "goodbye"

@@ -143,7 +143,7 @@ class Loop:
         self.drives[drive.name] = drive
         if self._served_since_s is None:
             self._served_since_s = self.clock()
-        self.handle(core.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks))
+        self.handle(core.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks, drive.stored))
 
     def answered(self, drive: Drive, result: Result) -> None:
         drive.answered(result, _now())
@@ -178,6 +178,8 @@ class Loop:
             steps=counters.steps,
             stale_results=counters.stale_results,
             no_blocks=counters.no_blocks,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
             ledger_backlog=self._writer.backlog,
             batching=scheduler.config.batching,
             policy=scheduler.config.policy,

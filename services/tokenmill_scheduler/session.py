@@ -15,7 +15,7 @@ import grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_scheduler import wire
-from tokenmill_scheduler.core.records import Blocks, Plan, Result
+from tokenmill_scheduler.core.records import Plan, Result
 
 if TYPE_CHECKING:
     # Only the stubs for type checkers tell asyncio's stub from the blocking one.
@@ -52,8 +52,8 @@ class Session:
         self._leaving = False
         self._heard_s = self._waiting_since_s = _now()
 
-    async def greet(self) -> Blocks:
-        """Awaits the answer to Hello. Returns the executor's blocks as they stand now that it is ours. Raises SessionLost."""
+    async def greet(self) -> wire.Standing:
+        """Awaits the answer to Hello. Returns how things stand now that the executor is ours. Raises SessionLost."""
         try:
             async with asyncio.timeout(self._limits.greeting_timeout_s):
                 message = await self._call.read()
@@ -66,7 +66,7 @@ class Session:
         if message.welcome.epoch != self.epoch:
             raise SessionLost(f"welcomed to epoch {message.welcome.epoch} instead of {self.epoch}")
         self._heard_s = _now()
-        return wire.blocks(message.welcome.blocks)
+        return wire.standing(message.welcome)
 
     def send(self, plan: Plan) -> None:
         """Returns at once; plans leave in this order."""

@@ -44,6 +44,14 @@ class ExecutorFacts:
     version: str
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What an epoch begins with: the executor's blocks, and hashes of those in its prefix cache, as far as it has told yet."""
+
+    blocks: Blocks
+    stored: tuple[int, ...] = ()
+
+
 class Codec:
     """Encodes the plans and decodes the results of one epoch.
 
@@ -112,6 +120,10 @@ def _ended(result: Result) -> list[int]:
     """The sequences that the executor has let go by itself."""
     finished = [sequence_id for sequence_id, finish in zip(result.sequence_ids, result.finishes, strict=True) if finish]
     return finished + [sequence_id for sequence_id, fault in result.faults.items() if fault.fault is not SequenceFault.NO_BLOCKS]
+
+
+def standing(message: pb.Welcome) -> Standing:
+    return Standing(blocks(message.blocks), tuple(message.stored))
 
 
 def blocks(message: pb.Blocks) -> Blocks:

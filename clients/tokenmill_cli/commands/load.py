@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from tokenmill_client.records import Load
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.output import facts, print_json, show
@@ -26,9 +27,18 @@ def load(app: App) -> None:
         ("batching", f"{now.batching}, {now.policy}, {now.max_num_batched_tokens} tokens a step"),
         ("occupancy", f"{now.batch_occupancy:.1%} of a batch, over {now.steps} steps"),
         ("tokens", f"{now.prompt_tokens} prompt, {now.output_tokens} output"),
+        ("prefix cache", _prefix_cache(now)),
         ("preemptions", now.preemptions),
         ("stale results", now.stale_results),
         ("no blocks", now.no_blocks),
         ("ledger backlog", f"{now.ledger_backlog} records"),
     ]
     show(console(), facts(lines))
+
+
+def _prefix_cache(now: Load) -> str:
+    """Empty when no executor has one, or nothing has been looked up."""
+    if not now.prefix_cache_queries:
+        return ""
+    share = now.prefix_cache_hits / now.prefix_cache_queries
+    return f"{share:.1%} hit, {now.prefix_cache_hits} of {now.prefix_cache_queries} tokens"

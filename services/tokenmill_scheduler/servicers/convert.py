@@ -151,6 +151,8 @@ def load(gauges: Load) -> admin_pb2.GetLoadResponse:
         steps=gauges.steps,
         stale_results=gauges.stale_results,
         no_blocks=gauges.no_blocks,
+        prefix_cache_queries=gauges.prefix_cache_queries,
+        prefix_cache_hits=gauges.prefix_cache_hits,
         ledger_backlog=gauges.ledger_backlog,
         batching=gauges.batching,
         policy=gauges.policy,

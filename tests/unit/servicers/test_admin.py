@@ -188,7 +188,8 @@ async def test_executors_load_and_models(served: Served) -> None:
     assert (executor.total_blocks, executor.free_blocks, executor.cached_blocks, executor.held_blocks) == (10, 5, 2, 3)
     assert executor.joined_at == Timestamp(seconds=1_700_000_000, nanos=500_000_000)
     load = await served.admin.GetLoad(admin.GetLoadRequest())
-    assert [value for _, value in load.ListFields()] == [1, 2, 8, 512, 0.25, 0.75, 3, 40, 50, 60, 4, 5, 6, "continuous", "fcfs"]
+    gauges = [1, 2, 8, 512, 0.25, 0.75, 3, 40, 50, 60, 4, 5, 6, "continuous", "fcfs", 70, 20]
+    assert [value for _, value in load.ListFields()] == gauges
     model = (await served.inference.ListModels(pb.ListModelsRequest())).models[0]
     assert (model.name, model.has_chat_template, model.executors) == ("tiny", True, 1)
 

@@ -16,12 +16,12 @@ from tokenmill_scheduler.core.records import Blocks, Plan, Result
 from tokenmill_scheduler.ledger.port import ExecutorTaken
 from tokenmill_scheduler.link import FIRST_BACKOFF_S, MAX_BACKOFF_S, Backoff, ExecutorLink, Refused
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost
-from tokenmill_scheduler.wire import ExecutorFacts
+from tokenmill_scheduler.wire import ExecutorFacts, Standing
 
 # Far beyond what a test waits for, but where a test says otherwise.
 PATIENT = SessionLimits(step_timeout_s=60, heartbeat_timeout_s=60, greeting_timeout_s=60)
 EPOCH = 7
-BLOCKS = pb.Blocks(free=10)
+BLOCKS = pb.Blocks(free=7, cached=3)
 Script: TypeAlias = Callable[[AsyncIterator[pb.RunRequest], Any], Awaitable[None]]
 
 
@@ -54,7 +54,7 @@ class ScriptedExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
 async def welcome(requests: AsyncIterator[pb.RunRequest], context: Any, epoch: int = EPOCH) -> None:
     assert (await anext(requests)).HasField("hello")
-    await context.write(pb.RunResponse(welcome=pb.Welcome(epoch=epoch, blocks=BLOCKS)))
+    await context.write(pb.RunResponse(welcome=pb.Welcome(epoch=epoch, blocks=BLOCKS, stored=[5, 6])))
 
 
 async def answer(context: Any, plan_id: int, epoch: int = EPOCH) -> None:
@@ -93,13 +93,13 @@ async def forever(requests: AsyncIterator[pb.RunRequest], context: Any) -> None:
 # ---- greeting ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_welcome_tells_the_blocks() -> None:
+async def test_the_welcome_tells_the_blocks_and_what_is_cached() -> None:
     async def script(requests: AsyncIterator[pb.RunRequest], context: Any) -> None:
         await welcome(requests, context)
         await forever(requests, context)
 
     async with session_with(script) as session:
-        assert await session.greet() == Blocks(10, 0, 0)
+        assert await session.greet() == Standing(Blocks(7, 3, 0), (5, 6))
 
 
 async def test_a_welcome_to_another_epoch_is_no_welcome() -> None:
@@ -279,7 +279,7 @@ class Owner:
 
     async def learn_tokenizer(self, digest: str, files: dict[str, bytes]) -> None: ...
 
-    def joined(self, link: ExecutorLink, facts: ExecutorFacts, epoch: int, blocks: Blocks) -> None:
+    def joined(self, link: ExecutorLink, facts: ExecutorFacts, epoch: int, standing: Standing) -> None:
         self._tell(f"joined {facts.description.name} in epoch {epoch}")
 
     def answered(self, link: ExecutorLink, result: Result) -> None: ...
