@@ -7,12 +7,12 @@ Must not know: protobuf, SQL, the plan protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from tokenmill_scheduler.changes import changes_in_words, second_try
 from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.desk import (
@@ -235,7 +235,7 @@ class Service:
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
         found = await self._look_up(request_id)
-        detail = "; ".join(_changes(found.request, priority, deadline_s))
+        detail = changes_in_words(found.request, priority, deadline_s)
         actions = self._actions(actor, ActionVerb.UPDATE, request_id, reason, detail)
         if found.state not in TERMINAL:
             if isinstance(found, LiveRequest):
@@ -277,7 +277,7 @@ class Service:
         digest = await self._read(self._ledger.payload_digest, request_id)
         if digest is None:
             raise UnknownRequest(f"there is no request {request_id} any more")
-        request = _second_try(stored.request, new_request_id, self._loop.clock())
+        request = second_try(stored.request, new_request_id, self._loop.clock())
         actions = self._actions(actor, ActionVerb.RETRY, request_id, reason, f"as {new_request_id}")
         await asyncio.shield(self._arrive(request, digest, *actions).outcome)
 
@@ -365,29 +365,3 @@ class Service:
             return await asyncio.to_thread(read, *arguments)
         except LedgerUnavailable as error:
             raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error
-
-
-def _second_try(failed: Request, request_id: str, now_s: float) -> Request:
-    """The same payload, with its time limits counted from now. No client waits for it, so it runs detached."""
-    waited_s = now_s - failed.arrival_s
-    return replace(
-        failed,
-        request_id=request_id,
-        arrival_s=now_s,
-        deadline_s=None if failed.deadline_s is None else failed.deadline_s + waited_s,
-        queue_deadline_s=None if failed.queue_deadline_s is None else failed.queue_deadline_s + waited_s,
-        detached=True,
-        retry_of=failed.request_id,
-    )
-
-
-def _changes(request: Request, priority: int | None, deadline_s: float | None) -> Iterator[str]:
-    """In words, what an update changes."""
-    if priority is not None:
-        yield f"priority {request.priority} → {priority}"
-    if deadline_s is not None:
-        yield f"deadline {_time(request.deadline_s)} → {_time(deadline_s)}"
-
-
-def _time(unix_s: float | None) -> str:
-    return "none" if unix_s is None else datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")

@@ -212,6 +212,34 @@ async def test_c64_a_slow_reader_slows_nobody_and_misses_nothing(executor: Servi
         assert stream.deltas < 500
 
 
+async def test_a_request_whose_client_reads_nothing_expires_with_the_tokens_so_far(executor: ServiceProcess) -> None:
+    narrow = [("grpc.http2.lookahead_bytes", 1_024), ("grpc.http2.bdp_probe", 0)]
+    flags = ("--idle-client-timeout", "0.5")
+    async with scheduler(executor, flags=flags) as server, Caller(server.address, narrow) as idle, Caller(server.address) as caller:
+        unread = idle.generate(spec([115], 8_000, "idle"))
+        stream = await Stream().read(unread, until_tokens=0)
+        # Detached, nobody minds.
+        detached = idle.generate(spec([116], 1_500, "detached", detached=True))
+        await Stream().read(detached, until_tokens=0)
+        life = await until_ended(caller, "idle")
+        assert life.request.state == types.REQUEST_STATE_EXPIRED
+        assert life.transitions[-1].reason == "its client has read nothing for 0.5 s"
+        assert (await Stream().read(caller.attach("detached"))).tokens == foretold([116], 1_500)
+        await stream.read(unread)
+        assert stream.finished is not None
+        assert stream.finished.state == types.REQUEST_STATE_EXPIRED
+        assert stream.tokens == foretold([115], life.request.usage.output_tokens)
+
+
+async def until_ended(caller: Caller, request_id: str) -> admin_pb2.GetRequestResponse:
+    async def has_ended() -> bool:
+        life = await caller.admin.GetRequest(admin_pb2.GetRequestRequest(request_id=request_id))
+        return life.request.HasField("finished_at")
+
+    await eventually(has_ended)
+    return await caller.admin.GetRequest(admin_pb2.GetRequestRequest(request_id=request_id))
+
+
 async def test_c73_a_database_that_refuses_writes_for_a_while(executor: ServiceProcess) -> None:
     ledger = MemoryLedger()
     async with scheduler(executor, ledger=ledger) as server, Caller(server.address) as caller:

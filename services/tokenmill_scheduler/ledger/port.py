@@ -309,7 +309,7 @@ class Ledger(Protocol):
         """They are carried out, or withdrawn."""
 
     def prune(self, before_s: float, limit: int) -> int:
-        """Deletes up to `limit` requests that ended before then (Unix seconds), with their output, and as many actions of that time.
+        """Deletes up to `limit` requests that ended before then (Unix seconds), with their output, and as many old actions.
 
         Returns how many requests it were.
         """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
-from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import RequestNotFailed, Unavailable, UnknownExecutor, UnknownRequest
 from tokenmill_scheduler.ledger.port import Action, ActionQuery, ActionVerb, LedgerUnavailable
@@ -171,3 +172,31 @@ async def test_a_failed_request_is_tried_again_as_a_new_one() -> None:
     assert again.detached, "no client waits for it"
     with pytest.raises(UnknownRequest):
         await shell.service.retry("nobody", "c", "", "ann")
+
+
+async def test_c69_every_request_has_one_end_whatever_operators_do() -> None:
+    shell = Shell.over(MemoryLedger(), config=SchedulerConfig(max_num_seqs=4))
+    operators = operators_of(shell)
+    await shell.join()
+    names = [f"r{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        await shell.submit(request(name, first_token=number, max_tokens=5, queue_deadline_s=1_005.0 if number == 11 else None))
+    await shell.step()
+    await operators.pause_queue("ann", "")
+    await operators.drain_executor("played", "ann", "")
+    for name in ("r0", "r7"):
+        await shell.service.cancel(name, "", "ann")
+    shell.clock.now_s += 10.0
+    await operators.undrain_executor("played", "ann", "")
+    await operators.resume_queue("ann", "")
+    await shell.run_out()
+    ended = [(await shell.service.status(name)).stored for name in names]
+    reasons = Counter(stored.finish_reason for stored in ended)
+    assert reasons == {FinishReason.LENGTH: 9, FinishReason.CANCELLED: 2, FinishReason.EXPIRED: 1}
+    assert [stored.first_token_s is not None for stored in ended] == [stored.num_output_tokens > 0 for stored in ended]
+    assert all(
+        shell.ledger.output(name).token_ids == output_of(stored.request)[: stored.num_output_tokens]
+        for name, stored in zip(names, ended, strict=True)
+    )
+    load = shell.loop.load()
+    assert (load.num_requests_running, load.num_requests_waiting) == (0, 0)

@@ -1,0 +1,36 @@
+"""What operators' changes make of a request. Pure. Must not know: the loop, the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from tokenmill_scheduler.core.request import Request
+
+
+def second_try(failed: Request, request_id: str, now_s: float) -> Request:
+    """The same payload, with its time limits counted from now. No client waits for it, so it runs detached."""
+    waited_s = now_s - failed.arrival_s
+    return replace(
+        failed,
+        request_id=request_id,
+        arrival_s=now_s,
+        deadline_s=None if failed.deadline_s is None else failed.deadline_s + waited_s,
+        queue_deadline_s=None if failed.queue_deadline_s is None else failed.queue_deadline_s + waited_s,
+        detached=True,
+        retry_of=failed.request_id,
+    )
+
+
+def changes_in_words(request: Request, priority: int | None, deadline_s: float | None) -> str:
+    """Of an update; None leaves a value as it is."""
+    changes = []
+    if priority is not None:
+        changes.append(f"priority {request.priority} → {priority}")
+    if deadline_s is not None:
+        changes.append(f"deadline {_time(request.deadline_s)} → {_time(deadline_s)}")
+    return "; ".join(changes)
+
+
+def _time(unix_s: float | None) -> str:
+    return "none" if unix_s is None else datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")
