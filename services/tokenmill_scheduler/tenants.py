@@ -30,6 +30,10 @@ class TenantUsage:
     def __init__(self) -> None:
         self._by_tenant: dict[str, Usage] = {}
 
+    def __len__(self) -> int:
+        """Tenants that have something here."""
+        return len(self._by_tenant)
+
     def of(self, tenant: str) -> Usage:
         return self._by_tenant.get(tenant) or Usage()
 

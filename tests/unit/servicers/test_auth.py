@@ -48,7 +48,8 @@ class WatchfulDesk(FakeDesk):
         self.fails = False
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
-        if self.fails:
+        held_by_a_frame = TOKENS["ann"]
+        if self.fails and held_by_a_frame:
             raise RuntimeError("unforeseen")
         self.acted_for.append(await asyncio.create_task(_identity()))
         return await super().submit(request, payload_digest)
