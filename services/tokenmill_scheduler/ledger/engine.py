@@ -36,7 +36,8 @@ _PASSING_SQLITE_CODES = frozenset(
         sqlite3.SQLITE_PROTOCOL,
     }
 )
-_READ_ONLY_TRANSACTION = "25006"
+# A database that takes no writes for now; a transaction that stood still for too long, as its process did.
+_PASSING_INTERNAL_STATES = frozenset({"25006", "25P03"})
 
 
 class UnsupportedDatabase(ValueError):
@@ -160,7 +161,7 @@ def is_passing(error: DBAPIError) -> bool:
         # Extended codes carry the primary one in their low byte.
         return getattr(original, "sqlite_errorcode", 0) & 0xFF in _PASSING_SQLITE_CODES
     if isinstance(error, InternalError):
-        return getattr(original, "sqlstate", None) == _READ_ONLY_TRANSACTION
+        return getattr(original, "sqlstate", None) in _PASSING_INTERNAL_STATES
     return isinstance(error, OperationalError | InterfaceError)
 
 

@@ -7,7 +7,8 @@ import threading
 import pytest
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import leases, store
-from tokenmill_scheduler.ledger.port import Command, Estate, ExecutorTaken, LeaseLost, Ledger, Outcome, Verb
+from tokenmill_scheduler.ledger.engine import driver_errors
+from tokenmill_scheduler.ledger.port import Command, Estate, ExecutorTaken, LeaseLost, Ledger, LedgerUnavailable, Outcome, Verb
 from tokenmill_scheduler.ledger.sql import open_ledger
 
 from tests.fakes.ledger_records import decode, prefill, run_to_decode, run_to_end, submission, tokens
@@ -160,6 +161,21 @@ def test_a_takeover_waits_for_the_write_under_way_and_a_renewal_does_not(postgre
         taking.start()
     taking.join(30)
     assert adopted == ["a"], "what was written before the takeover is taken over"
+    mine.close()
+    theirs.close()
+
+
+def test_c74_a_transaction_that_stands_still_does_not_keep_its_lease(postgres_url: str) -> None:
+    mine, theirs = open_ledger(postgres_url), open_ledger(postgres_url, stall_timeout_s=0.1)
+    stalled, heir = theirs.take_lease("s1", 0), mine.take_lease("s2", LONG_S)
+    with theirs._engines.write.connect() as connection:
+        writing = connection.begin()
+        leases.hold(connection, stalled)
+        store.write(connection, theirs._statements, [submission()], stalled.number)
+        assert mine.take_over(heir, [stalled.number]) == Estate()
+        with pytest.raises(LedgerUnavailable, match="idle-in-transaction timeout"), driver_errors():
+            writing.commit()
+    assert mine.find("a") is None
     mine.close()
     theirs.close()
 
