@@ -40,7 +40,9 @@ class Followers:
     def follow(self, stored: StoredRequest, output: StoredOutput, next_index: int, left: Callable[[], None]) -> FeedReader:
         """A reader of the request's output, of which `output` is all so far. Raises IndexAhead."""
         request_id = stored.request.request_id
-        followed = self._followed.get(request_id) or _Followed(stored, Feed(output.token_ids, output.logprobs), told_s=0.0)
+        followed = self._followed.get(request_id) or _Followed(stored, Feed(), told_s=0.0)
+        # What is followed already may lag behind what this reader has seen elsewhere.
+        followed.feed.bring_up_to(output.token_ids, output.logprobs)
         reader = FeedReader(followed.feed, next_index, left)
         self._followed[request_id] = followed
         self._wanted.set()

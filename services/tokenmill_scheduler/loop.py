@@ -111,8 +111,7 @@ class Loop:
     def resume(self, request: Request, state: State, output: StoredOutput, feed: Feed | None = None) -> None:
         """Takes up a request of another process from its stored tokens. `feed`: one that readers here have followed it by."""
         feed = feed or Feed()
-        feed.append(output.token_ids[len(feed.tokens) :], output.logprobs[len(feed.logprobs) :])
-        feed.commit(len(feed.tokens))
+        feed.bring_up_to(output.token_ids, output.logprobs)
         self.live.add(LiveRequest(request, state, feed), self.clock())
         if feed.readers:
             self.live.reader_came(request.request_id)

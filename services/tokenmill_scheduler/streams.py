@@ -39,6 +39,11 @@ class Feed:
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
 
+    def bring_up_to(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """All output so far of a request whose tokens are made elsewhere: it is durable."""
+        self.append(token_ids[len(self.tokens) :], logprobs[len(self.logprobs) :])
+        self.commit(len(self.tokens))
+
     def commit(self, num_tokens: int) -> None:
         """The first `num_tokens` are durable."""
         assert self.committed <= num_tokens <= len(self.tokens)

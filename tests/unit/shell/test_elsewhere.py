@@ -99,6 +99,17 @@ async def test_a_stream_of_anothers_request_has_every_token_and_the_end(mine: Sh
         assert ended == Ended(State.DONE, FinishReason.LENGTH, 9)
 
 
+async def test_a_reader_that_has_seen_more_elsewhere_than_is_followed_here(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.join()
+    await mine.submit(request("a", max_tokens=9))
+    pair.kill("other")
+    await other.service.attach("a", 0)
+    for _ in range(3):
+        await mine.step()
+    attachment = await other.service.attach("a", 2)
+    assert attachment.earlier == output_of(request("a", max_tokens=9))[:2]
+
+
 async def test_a_request_followed_here_goes_on_here_when_it_is_taken_over(pair: Pair, mine: Shell, other: Shell) -> None:
     await mine.join()
     await mine.submit(request("a", max_tokens=9, detached=False))

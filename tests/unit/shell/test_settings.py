@@ -50,6 +50,8 @@ def test_several_executors() -> None:
         (["--max-message-bytes", "much"], "'much' is not a size such as 64MiB"),
         (["--policy", "random"], "invalid choice: 'random'"),
         (["--durability", "none"], "invalid choice: 'none'"),
+        (["--lease-time", "0"], "'0' is not a number of seconds above 0"),
+        (["--scheduler-name", "a\tb"], "a name has at most 200 characters, all of them printable"),
         (["--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
 )
