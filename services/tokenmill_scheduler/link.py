@@ -25,7 +25,8 @@ from tokenmill_scheduler.tls import channel_credentials
 CALL_TIMEOUT_S = 10.0
 TOKENIZER_TIMEOUT_S = 120.0
 FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 5.0
+# An executor that is back does nothing until it is asked again: for requests that wait, this is all the time it takes.
+MAX_BACKOFF_S = 1.0
 
 
 class Refused(Exception):
