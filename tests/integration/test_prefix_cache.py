@@ -1,0 +1,56 @@
+"""The prefix cache over gRPC on both sides: hits, figures, and a scheduler that is killed and finds its executor warm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from tokenmill.admin.v1 import admin_pb2
+
+from tests.fakes.calls import Caller, foretold, spec
+from tests.fakes.processes import Processes, wait_serving
+
+PREFIX = [40 + number % 80 for number in range(160)]
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as running:
+        yield running
+
+
+async def _cached_tokens(caller: Caller) -> tuple[int, int]:
+    load = await caller.admin.GetLoad(admin_pb2.GetLoadRequest())
+    return load.prefix_cache_hits, load.prefix_cache_queries
+
+
+async def test_shared_prefixes_are_hit_also_by_the_next_scheduler(processes: Processes) -> None:
+    executor = processes.executor()
+    flags = ("--policy", "lpm", "--max-num-batched-tokens", "64")
+    scheduler = processes.scheduler(executor.address, flags=flags)
+    await wait_serving(scheduler.address)
+    async with Caller(scheduler.address) as caller:
+        assert (await caller.run(spec(PREFIX, 4))).tokens == foretold(PREFIX, 4)
+        assert await _cached_tokens(caller) == (0, 160)
+        prompts = [[*PREFIX, 50 + number] for number in range(8)]
+        streams = await asyncio.gather(*(caller.run(spec(prompt, 20)) for prompt in prompts))
+        assert [stream.tokens for stream in streams] == [foretold(prompt, 20) for prompt in prompts]
+        assert await _cached_tokens(caller) == (8 * 160, 160 + 8 * 161)
+    scheduler.kill()
+    scheduler = processes.scheduler(executor.address, flags=flags)
+    await wait_serving(scheduler.address)
+    async with Caller(scheduler.address) as caller:
+        prompt = [*PREFIX, 99]
+        assert (await caller.run(spec(prompt, 20))).tokens == foretold(prompt, 20)
+        assert await _cached_tokens(caller) == (160, 161)
+
+
+async def test_without_it_nothing_is_hit(processes: Processes) -> None:
+    executor = processes.executor("--no-enable-prefix-caching")
+    scheduler = processes.scheduler(executor.address)
+    await wait_serving(scheduler.address)
+    async with Caller(scheduler.address) as caller:
+        for _ in range(2):
+            assert (await caller.run(spec(PREFIX, 4))).tokens == foretold(PREFIX, 4)
+        assert await _cached_tokens(caller) == (0, 0)
