@@ -13,8 +13,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
 _HEAD = """# Settings
 
-Made from the services' own parsers by `python -m tools.settings_tables`. Each flag is also an environment variable: `--max-num-seqs` is
-`TOKENMILL_MAX_NUM_SEQS`. A flag wins. A mistake is answered with one sentence and exit code 2.
+Made from the services' own parsers by `python -m tools.settings_tables`. Each flag is also an environment variable:
+`--max-num-seqs` is `TOKENMILL_MAX_NUM_SEQS`. A flag wins. A mistake is answered with one sentence and exit code 2.
 """
 
 
