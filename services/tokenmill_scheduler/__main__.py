@@ -34,9 +34,7 @@ def _open(settings: Settings) -> Iterator[SqlLedger]:
         try:
             stack.enter_context(database_lock(settings.database))
             # A transaction that stands still has ended by the time that the lease has run out.
-            ledger = open_ledger(
-                settings.database, durable=settings.durability == "power", stall_timeout_s=settings.lease_time_s
-            )
+            ledger = open_ledger(settings.database, durable=settings.durability == "power", stall_timeout_s=settings.lease_time_s)
         except (LedgerError, ValueError) as error:
             raise SettingsError(f"--database cannot be used: {error}") from error
         yield stack.enter_context(closing(ledger))

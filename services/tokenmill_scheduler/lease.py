@@ -89,11 +89,20 @@ class LeaseKeeper:
             fallen = self._look()
             if not fallen or not self._alive():
                 return None
-            self._log.warning("taking over from other schedulers", schedulers=[lease.scheduler for lease in fallen])
-            return self._ledger.take_over(self._lease, [lease.number for lease in fallen])
+            return self._take_over(fallen)
         except LedgerUnavailable as error:
             self._log.debug("the leases cannot be seen to", reason=str(error))
             return None
+
+    def _take_over(self, fallen: list[Lease]) -> Estate:
+        estate = self._ledger.take_over(self._lease, [lease.number for lease in fallen])
+        self._log.warning(
+            "schedulers have fallen",
+            schedulers=[lease.scheduler for lease in fallen],
+            requests_taken_over=len(estate.requests),
+            executors_taken_over=[executor for executor, _ in estate.executors],
+        )
+        return estate
 
     def _renew(self) -> None:
         now_s = self._clock()
