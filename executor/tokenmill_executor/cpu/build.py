@@ -22,7 +22,7 @@ INSTRUCTION_SETS = {
     "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
     "avx2": ("-march=x86-64-v3",),
 }
-FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-g1")
+FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-fPIC", "-shared", "-fvisibility=hidden", "-g1")
 
 
 class BuildFailed(RuntimeError):

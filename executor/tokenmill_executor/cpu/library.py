@@ -1,7 +1,6 @@
 """Loads the compiled kernels and repeats their records (csrc/kernels.h) for ctypes, field by field.
 
-Must not know: torch tensors' meaning, models, files. torch is imported first so that its OpenMP runtime is the one that both
-use: two runtimes would fight over the cores.
+Must not know: torch, models, files.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch  # noqa: F401 - maps libgomp before the kernels look for it
 
 from tokenmill_executor.cpu.build import INSTRUCTION_SETS, library_path
 from tokenmill_executor.runner import Batch

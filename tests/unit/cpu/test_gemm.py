@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tokenmill_executor.cpu import library
@@ -23,11 +25,13 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> Packe
     return pack(weight, bias, kind, HugeArena(packed_bytes(weight.shape[0], weight.shape[1], kind)))
 
 
-def _multiply(packed: PackedMatrix, rows: torch.Tensor, store: int, into: torch.Tensor, instruction_set: str) -> None:
+def _multiply(
+    packed: PackedMatrix, rows: torch.Tensor, store: int, into: torch.Tensor, instruction_set: str, threads: int = 2
+) -> None:
     workspace = torch.empty(16 * rows.numel() + 1024, dtype=torch.uint8)
-    library.load(instruction_set).tm_gemm(
-        packed.record, rows.contiguous().data_ptr(), len(rows), store, into.data_ptr(), into.data_ptr(), 2, workspace.data_ptr()
-    )
+    out = into.data_ptr()
+    multiply = library.load(instruction_set).tm_gemm
+    multiply(packed.record, rows.contiguous().data_ptr(), len(rows), store, out, out, threads, workspace.data_ptr())
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor, size: float) -> float:
@@ -118,3 +122,21 @@ def test_rows_of_zeros_quantize_to_zeros() -> None:
 def test_a_depth_that_groups_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="depth 96"):
         pack(torch.ones((48, 96)), None, "int8", HugeArena(1 << 20))
+
+
+@pytest.mark.parametrize("instruction_set", runnable_sets)
+def test_calls_from_several_threads_with_teams_of_any_size_share_one_pool(instruction_set: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    packed = _packed(torch.randn((310, 128), generator=generator), None, "bfloat16")
+    batches = [torch.randn((count, 128), generator=generator).bfloat16() for count in ROWS]
+
+    def products(threads: int) -> list[torch.Tensor]:
+        found = [torch.empty((len(rows), 310)) for rows in batches * 4]
+        for rows, into in zip(batches * 4, found, strict=True):
+            _multiply(packed, rows, library.STORE_FLOATS, into, instruction_set, threads)
+        return found
+
+    alone = products(1)
+    with ThreadPoolExecutor(4) as callers:
+        for found in callers.map(products, [1, 2, 5, 3, 1, 4, 2, 6]):
+            assert all(map(torch.equal, found, alone))

@@ -5,8 +5,6 @@
 // FlashAttention-2, Dao, 2023). A tile's V is fetched ahead while Q K^T runs and the next tile's K while P V runs: blocks lie
 // anywhere, and the hardware does not guess them. A decode's long context is split and merged after (Dao et al., Flash-Decoding,
 // 2023), by its length alone: a sequence's numbers are the same to the last bit whatever else is in the batch.
-#include <omp.h>
-
 #include <cmath>
 
 #include "attention_tiles.h"
@@ -189,26 +187,24 @@ int attention_items(const Model& m, const Batch& b, bool split, AttentionItem* i
     return count;
 }
 
-void attention(const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items, int num_items,
-               const Partials& partials, void* scratch, bf16* out) {
-    Scratch& mine = ((Scratch*)scratch)[omp_get_thread_num()];
-#pragma omp for schedule(dynamic)
-    for (int task = 0; task < num_items * m.kv_heads; task++) {
+void attention(Team& team, const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items,
+               int num_items, const Partials& partials, void* scratch, bf16* out) {
+    team.each(num_items * m.kv_heads, [&](int task, int worker) {
+        Scratch& mine = ((Scratch*)scratch)[worker];
         const Head head{m, layer, b, items[task / m.kv_heads], task % m.kv_heads, m.heads / m.kv_heads};
         if (m.kv_kind == kKvInt8)
             attend<Int8Cache>(head, q, partials, out, mine);
         else
             attend<Bf16Cache>(head, q, partials, out, mine);
-    }
+    });
 }
 
-void merge_partials(const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out) {
-#pragma omp for schedule(static)
-    for (int task = 0; task < num_items * m.heads; task++) {
+void merge_partials(Team& team, const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out) {
+    team.each(num_items * m.heads, [&](int task, int) {
         const AttentionItem& item = items[task / m.heads];
         const int head = task % m.heads;
         // The first item of its splits merges them.
-        if (item.splits == 1 || item.begin_key != 0) continue;
+        if (item.splits == 1 || item.begin_key != 0) return;
         const float* weights = partials.weights + int64_t(item.split) * m.heads + head;
         float top = kLowest, total = 0;
         for (int i = 0; i < item.splits; i++) top = std::fmax(top, weights[i * m.heads]);
@@ -221,7 +217,7 @@ void merge_partials(const Model& m, const AttentionItem* items, int num_items, c
             }
             store_bf16(out + (int64_t(item.first_token) * m.heads + head) * m.head_dim + d, merged);
         }
-    }
+    });
 }
 
 }  // namespace tokenmill

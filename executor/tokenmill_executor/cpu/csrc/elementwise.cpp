@@ -110,30 +110,27 @@ void cache_head(const Model& m, const float* k, const float* v, int slot, int he
 
 }  // namespace
 
-void embed(const Model& m, const Batch& b, float* hidden) {
-#pragma omp for schedule(static)
-    for (int row = 0; row < b.tokens; row++) {
+void embed(Team& team, const Model& m, const Batch& b, float* hidden) {
+    team.each(b.tokens, [&](int row, int) {
         const bf16* from = m.embeddings + int64_t(b.token_ids[row]) * m.hidden;
         float* to = hidden + int64_t(row) * m.hidden;
         for (int i = 0; i < m.hidden; i++) to[i] = to_float(from[i]);
-    }
+    });
 }
 
-void norm_rows(const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight, const Matrix& next,
-               const Activations& to) {
-#pragma omp for schedule(static)
-    for (int row = 0; row < rows; row++) {
+void norm_rows(Team& team, const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight,
+               const Matrix& next, const Activations& to) {
+    team.each(rows, [&](int row, int) {
         const int64_t source = row_numbers ? row_numbers[row] : row;
         bf16* const values = to.values + int64_t(row) * m.hidden;
         norm_row(from + source * m.hidden, weight, m.hidden, m.norm_eps, values);
         if (next.kind == kInt8) quantize_row(values, m.hidden, row, to);
-    }
+    });
 }
 
-void rotate_and_cache(const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q) {
+void rotate_and_cache(Team& team, const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q) {
     const int64_t q_width = int64_t(m.heads) * m.head_dim, kv_width = int64_t(m.kv_heads) * m.head_dim;
-#pragma omp for schedule(static)
-    for (int row = 0; row < b.tokens; row++) {
+    team.each(b.tokens, [&](int row, int) {
         float* const queries = qkv + row * (q_width + 2 * kv_width);
         float* const keys = queries + q_width;
         for (int head = 0; head < m.heads; head++) {
@@ -146,7 +143,7 @@ void rotate_and_cache(const Model& m, const Layer& layer, const Batch& b, float*
             norm_and_rotate(x, m, layer.k_norm, b.positions[row]);
             cache_head(m, x, x + kv_width, b.slots[row], head, layer);
         }
-    }
+    });
 }
 
 }  // namespace tokenmill

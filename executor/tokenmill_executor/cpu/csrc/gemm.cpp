@@ -110,25 +110,24 @@ struct Int8Panel {
 };
 
 template <typename Panel>
-void for_panels(const Matrix& w, const Activations& in, int rows, const Output& out) {
+void for_panels(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
     const int panels = (w.columns + kPanel - 1) / kPanel;
     const int stretches = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-#pragma omp for schedule(dynamic)
-    for (int task = 0; task < panels * stretches; task++) {
+    team.each(panels * stretches, [&](int task, int) {
         const int begin = task / panels * kRowsAtOnce;
         const int end = begin + kRowsAtOnce < rows ? begin + kRowsAtOnce : rows;
         const Panel panel{w, in, out, task % panels};
         for_row_tiles<Panel::kMaxRows>(panel, begin, end);
-    }
+    });
 }
 
 }  // namespace
 
-void gemm(const Matrix& w, const Activations& in, int rows, const Output& out) {
+void gemm(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
     if (w.kind == kInt8)
-        for_panels<Int8Panel>(w, in, rows, out);
+        for_panels<Int8Panel>(team, w, in, rows, out);
     else
-        for_panels<Bf16Panel>(w, in, rows, out);
+        for_panels<Bf16Panel>(team, w, in, rows, out);
 }
 
 void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
@@ -153,10 +152,9 @@ void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
     }
 }
 
-void quantize_rows(const Matrix& next, int rows, const Activations& both) {
+void quantize_rows(Team& team, const Matrix& next, int rows, const Activations& both) {
     if (next.kind != kInt8) return;
-#pragma omp for schedule(static)
-    for (int row = 0; row < rows; row++) quantize_row(both.values + int64_t(row) * next.depth, next.depth, row, both);
+    team.each(rows, [&](int row, int) { quantize_row(both.values + int64_t(row) * next.depth, next.depth, row, both); });
 }
 
 }  // namespace tokenmill

@@ -1,13 +1,14 @@
 // What the kernels and the step share: the records that Python fills in (cpu/library.py repeats them field by field) and the
 // kernels.
 //
-// Every function that is not marked otherwise is called by all threads of one OpenMP team and divides its work among them; it
-// returns when all of it is done. Nothing here allocates or checks: tm_step has checked the batch, and Python the shapes.
+// A function that takes a Team divides its work among that and returns when all of it is done; the others are for one thread.
+// Nothing here allocates or checks: tm_step has checked the batch, and Python the shapes.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace tokenmill {
@@ -103,21 +104,21 @@ struct Partials {
     float* weights;  // [split][heads]: log2 of the sum of exponentials
 };
 
-void gemm(const Matrix& weight, const Activations& in, int rows, const Output& out);
-void quantize_row(const bf16* from, int depth, int row, const Activations& to);  // one thread
-void quantize_rows(const Matrix& next, int rows, const Activations& both);       // nothing for bf16 weights
+void gemm(Team& team, const Matrix& weight, const Activations& in, int rows, const Output& out);
+void quantize_row(const bf16* from, int depth, int row, const Activations& to);
+void quantize_rows(Team& team, const Matrix& next, int rows, const Activations& both);  // nothing for bf16 weights
 
-void embed(const Model& m, const Batch& b, float* hidden);
-void norm_rows(const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight, const Matrix& next,
-               const Activations& to);
-void rotate_and_cache(const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q);
+void embed(Team& team, const Model& m, const Batch& b, float* hidden);
+void norm_rows(Team& team, const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight,
+               const Matrix& next, const Activations& to);
+void rotate_and_cache(Team& team, const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q);
 
-// The items of a step, for layers that split decodes or not; returns how many. One thread.
+// The items of a step, for layers that split decodes or not; returns how many.
 int attention_items(const Model& m, const Batch& b, bool split, AttentionItem* items);
 int attention_splits(int keys);  // of a decode
-void attention(const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items, int num_items,
-               const Partials& partials, void* scratch, bf16* out);
+void attention(Team& team, const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items,
+               int num_items, const Partials& partials, void* scratch, bf16* out);
 size_t attention_scratch_bytes(int threads);
-void merge_partials(const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out);
+void merge_partials(Team& team, const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out);
 
 }  // namespace tokenmill

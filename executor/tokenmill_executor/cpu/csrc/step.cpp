@@ -1,5 +1,4 @@
 // One forward step of a Llama-family decoder as one call: the C interface that cpu/library.py binds.
-#include <omp.h>
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #endif
@@ -90,19 +89,19 @@ Items make_items(const Model& m, const Batch& b, bool split, AttentionItem* list
     return {list, count, std::any_of(list, list + count, [](const AttentionItem& item) { return item.splits > 1; })};
 }
 
-void run_layer(const Model& m, const Layer& layer, const Batch& b, const Workspace& w, const Items& items) {
+void run_layer(Team& team, const Model& m, const Layer& layer, const Batch& b, const Workspace& w, const Items& items) {
     const int64_t q_width = int64_t(m.heads) * m.head_dim;
-    norm_rows(m, w.hidden, nullptr, b.tokens, layer.input_norm, layer.qkv, w.normed);
-    gemm(layer.qkv, w.normed, b.tokens, {Store::kFloats, w.qkv, nullptr, q_width + 2 * int64_t(m.kv_heads) * m.head_dim});
-    rotate_and_cache(m, layer, b, w.qkv, w.q);
-    attention(m, layer, b, w.q, items.list, items.count, w.partials, w.scratch, w.attended.values);
-    if (items.split) merge_partials(m, items.list, items.count, w.partials, w.attended.values);
-    quantize_rows(layer.o, b.tokens, w.attended);
-    gemm(layer.o, w.attended, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
-    norm_rows(m, w.hidden, nullptr, b.tokens, layer.post_norm, layer.gate_up, w.normed);
-    gemm(layer.gate_up, w.normed, b.tokens, {Store::kSiluMul, nullptr, w.activated.values, m.intermediate});
-    quantize_rows(layer.down, b.tokens, w.activated);
-    gemm(layer.down, w.activated, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
+    norm_rows(team, m, w.hidden, nullptr, b.tokens, layer.input_norm, layer.qkv, w.normed);
+    gemm(team, layer.qkv, w.normed, b.tokens, {Store::kFloats, w.qkv, nullptr, q_width + 2 * int64_t(m.kv_heads) * m.head_dim});
+    rotate_and_cache(team, m, layer, b, w.qkv, w.q);
+    attention(team, m, layer, b, w.q, items.list, items.count, w.partials, w.scratch, w.attended.values);
+    if (items.split) merge_partials(team, m, items.list, items.count, w.partials, w.attended.values);
+    quantize_rows(team, layer.o, b.tokens, w.attended);
+    gemm(team, layer.o, w.attended, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
+    norm_rows(team, m, w.hidden, nullptr, b.tokens, layer.post_norm, layer.gate_up, w.normed);
+    gemm(team, layer.gate_up, w.normed, b.tokens, {Store::kSiluMul, nullptr, w.activated.values, m.intermediate});
+    quantize_rows(team, layer.down, b.tokens, w.activated);
+    gemm(team, layer.down, w.activated, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
 }
 
 bool all_between(const int32_t* x, int64_t n, int begin, int end) {
@@ -152,15 +151,12 @@ void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void*
     const Workspace w = lay_out(m, b, workspace);
     // Layers with a window see too few keys to split.
     const Items whole = make_items(m, b, true, w.items), windowed = make_items(m, b, false, w.items + most_items(b));
-#pragma omp parallel num_threads(m.threads)
-    {
-        embed(m, b, w.hidden);
-        for (int i = 0; i < m.num_layers; i++) run_layer(m, m.layers[i], b, w, m.layers[i].window ? windowed : whole);
-        if (b.samples) {
-            norm_rows(m, w.hidden, b.rows, b.samples, m.final_norm, m.head, w.normed);
-            gemm(m.head, w.normed, b.samples, {Store::kFloats, logits, nullptr, m.vocab});
-        }
-    }
+    Team team(m.threads);
+    embed(team, m, b, w.hidden);
+    for (int i = 0; i < m.num_layers; i++) run_layer(team, m, m.layers[i], b, w, m.layers[i].window ? windowed : whole);
+    if (!b.samples) return;
+    norm_rows(team, m, w.hidden, b.rows, b.samples, m.final_norm, m.head, w.normed);
+    gemm(team, m.head, w.normed, b.samples, {Store::kFloats, logits, nullptr, m.vocab});
 }
 
 // One matrix product, one norm and one attention by themselves, for the tests.
@@ -171,11 +167,9 @@ void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int 
     const Activations a = arena.activations(rows, weight->depth);
     std::copy_n(in, int64_t(rows) * weight->depth, a.values);
     const int width = Store(store) == Store::kSiluMul ? weight->columns / 2 : weight->columns;
-#pragma omp parallel num_threads(threads)
-    {
-        quantize_rows(*weight, rows, a);
-        gemm(*weight, a, rows, {Store(store), floats, halves, width});
-    }
+    Team team(threads);
+    quantize_rows(team, *weight, rows, a);
+    gemm(team, *weight, a, rows, {Store(store), floats, halves, width});
 }
 
 }  // extern "C"
