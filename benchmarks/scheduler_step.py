@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tokenmill_scheduler.core.mirror import BlockHashes
 from tokenmill_scheduler.core.records import (
     Blocks,
     Cancelled,
@@ -39,18 +40,24 @@ from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 _RESULTS = Path(__file__).parent / "results"
 _BLOCKS = Blocks(900_000, 0, 100_000)
 _BAR_MS = 1.0
+# With lpm, of the 64 tokens of each prompt.
+_HIT = 48
 
 
 class _Executor:
-    """Answers every plan at once with a token for each sequence that has its whole prompt; its pool is never short."""
+    """Answers every plan at once with a token for each sequence that has its whole prompt; its pool is never short.
 
-    def __init__(self) -> None:
+    The first `hit` tokens of every prompt are in its prefix cache.
+    """
+
+    def __init__(self, hit: int) -> None:
+        self._hit = hit
         self._todo: dict[int, int] = {}
         self._left: dict[int, int] = {}
 
     def answer(self, plan: Plan) -> Result:
         for admission in plan.admit:
-            self._todo[admission.sequence_id] = len(admission.token_ids)
+            self._todo[admission.sequence_id] = len(admission.token_ids) - self._hit
             self._left[admission.sequence_id] = admission.sampling.max_tokens
         sampled, finishes = [], []
         for sequence_id, count in zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True):
@@ -62,7 +69,9 @@ class _Executor:
             finishes.append(int(SequenceFinish.LENGTH if self._left[sequence_id] == 0 else SequenceFinish.NONE))
         ids, counts = plan.advance_sequence_ids, plan.advance_max_tokens
         tokens = tuple([7] * sum(sampled))
-        return Result(plan.epoch, plan.plan_id, ids, counts, tuple(sampled), tokens, tuple(finishes), _BLOCKS)
+        admitted = {admission.sequence_id for admission in plan.admit}
+        cached = tuple([self._hit if sequence_id in admitted else 0 for sequence_id in ids]) if self._hit and admitted else ()
+        return Result(plan.epoch, plan.plan_id, ids, counts, tuple(sampled), tokens, tuple(finishes), _BLOCKS, num_cached=cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +86,13 @@ class Bench:
     def __init__(self, policy: str, running: int, waiting: int, max_tokens: Callable[[int], int]) -> None:
         self.running, self.waiting, self.max_tokens = running, waiting, max_tokens
         self.scheduler = Scheduler(SchedulerConfig(running, 4096, policy=policy))
-        self.executor = _Executor()
+        caching = policy == "lpm"
+        self.executor = _Executor(hit=_HIT if caching else 0)
         self.submitted = 0
-        description = ExecutorDescription("x", "m", 16, 1_000_000, 100_000, running, 4096)
-        self.scheduler.handle(ExecutorJoined(description, 1, _BLOCKS), 0.0)
+        version = "v" if caching else None
+        description = ExecutorDescription("x", "m", 16, 1_000_000, 100_000, running, 4096, 2, caching, version)
+        stored = tuple(BlockHashes("v", "", 16).first(_HIT // 16, range(_HIT)))
+        self.scheduler.handle(ExecutorJoined(description, 1, _BLOCKS, stored), 0.0)
         self.fill()
         self.result: Result | None = None
         for _ in range(running):
@@ -163,7 +175,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-scheduler-step.md")
     options = parser.parse_args()
     gc.freeze()
-    rows = [row for policy in ("fcfs", "priority") for row in _steps(policy, options.running, options.waiting, options.steps)]
+    rows = [
+        row for policy in ("fcfs", "priority", "lpm") for row in _steps(policy, options.running, options.waiting, options.steps)
+    ]
     rows += _events(options.running, options.waiting, min(1_000, options.waiting))
     text = _markdown(rows, options.running, options.waiting)
     print(text)
