@@ -14,7 +14,9 @@ import click
 from tokenmill_cli.app import root_options
 from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
-_COMMANDS = ("serve", "generate", "requests", "executors", "queue", "actions", "load", "models", "db", "auth", "demo", "completion")
+_COMMANDS = (
+    "serve", "generate", "requests", "executors", "queue", "actions", "load", "health", "models", "db", "auth", "demo", "completion",
+)  # fmt: skip
 
 
 class _LazyGroup(click.Group):

@@ -126,21 +126,22 @@ class AsyncClient:
         """Returns when the scheduler accepts requests, which needs an executor. Raises Unavailable when the time is over."""
         deadline_s = time.monotonic() + timeout
         while (remaining_s := deadline_s - time.monotonic()) > 0:
-            if await self._is_ready(remaining_s):
+            if await self.is_serving(_SERVICE, timeout=remaining_s):
                 return
             await asyncio.sleep(min(0.1, remaining_s))
         raise Unavailable(f"The scheduler at {self.address} was not ready within {timeout:g} s: does it run, and its executor too?")
 
-    async def _is_ready(self, timeout_s: float) -> bool:
+    async def is_serving(self, service: str = "", *, timeout: float = 5.0) -> bool:
+        """What the server's health service says of `service`, of the whole server without one. False when nothing answers."""
         check = self._transport.channel.unary_unary(health.CHECK, None, None)
         address = self._transport.current
         try:
-            ready = health.is_serving(await check(health.check_request(_SERVICE), timeout=timeout_s))
+            serving = health.is_serving(await check(health.check_request(service), timeout=timeout))
         except grpc.aio.AioRpcError:
-            ready = False
-        if not ready:
+            serving = False
+        if not serving:
             self._transport.leave(address)
-        return ready
+        return serving
 
     @property
     def _stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:

@@ -173,6 +173,7 @@ class Client(_Blocking[AsyncClient]):
     tokenize = _blocking(AsyncClient.tokenize)
     list_models = _blocking(AsyncClient.list_models)
     wait_ready = _blocking(AsyncClient.wait_ready)
+    is_serving = _blocking(AsyncClient.is_serving)
 
     def close(self) -> None:
         """Ends every stream; their requests are cancelled unless detached."""

@@ -254,7 +254,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
     # ---- inside ----------------------------------------------------------------------------------------------------------------
 
     def _check_health(self, request: bytes, context: Any) -> bytes:
-        known = request == b"\x0a\x27tokenmill.inference.v1.InferenceService"
+        known = request in (b"\x0a\x27tokenmill.inference.v1.InferenceService", b"\x0a\x00")
         return b"\x08\x01" if self.serving and known else b"\x08\x02"
 
     def _begin(self, call: str, context: Any) -> None:

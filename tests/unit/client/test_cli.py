@@ -319,3 +319,16 @@ def test_help_lists_every_command_and_the_exit_codes(run: Run) -> None:
 def test_version(run: Run) -> None:
     code, out, _ = run("--version")
     assert (code, out.split()[-1].count(".")) == (0, 2)
+
+
+def test_health_says_whether_the_server_is_ready(run: Run, server: FakeServer) -> None:
+    code, out, _ = run("health")
+    assert code == ExitCode.OK
+    assert "is ready" in out
+    server.serving = False
+    code, out, _ = run("health", server.address, "--json")
+    assert code == ExitCode.UNAVAILABLE
+    assert json.loads(out) == {"address": server.address, "service": "", "serving": False}
+    assert run("health", "127.0.0.1:1")[0] == ExitCode.UNAVAILABLE
+    server.serving = True
+    assert run("health", "--service", "unknown.Service")[0] == ExitCode.UNAVAILABLE
