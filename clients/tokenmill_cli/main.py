@@ -15,7 +15,8 @@ from tokenmill_cli.app import root_options
 from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
 _COMMANDS = (
-    "serve", "generate", "requests", "executors", "queue", "actions", "load", "health", "models", "db", "auth", "demo", "completion",
+    "serve", "generate", "requests", "executors", "queue", "actions", "load", "health", "models", "db", "auth", "demo",
+    "completion",
 )  # fmt: skip
 
 
