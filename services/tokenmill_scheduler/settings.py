@@ -93,6 +93,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         policy=values["policy"],
         max_waiting_time_s=values["max_waiting_time"],
         watermark=values["watermark"],
+        max_executor_losses=values["max_executor_losses"],
     )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise SettingsError(
@@ -229,6 +230,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _at_least_two(text: str) -> int:
+    if (value := _count(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2")
+    return value
+
+
 def _duration(text: str) -> float:
     value = _number(text)
     if not 0 <= value < 1e9:
@@ -353,6 +360,11 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "type": _duration,
             "default": 30.0,
             "help": "a request that is not detached is cancelled when no client reads it for this long after a restart, in seconds",
+        },
+        "--max-executor-losses": {
+            "type": _at_least_two,
+            "default": 2,
+            "help": "a request fails when so many executors were lost while they ran it, alone under suspicion after the first",
         },
         "--idle-client-timeout": {
             "type": _duration,

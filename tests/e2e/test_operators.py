@@ -108,7 +108,7 @@ def test_a_request_that_kills_executors_is_quarantined_alone_and_can_be_tried_ag
         failed = info(client, "poison")
         assert (failed.state, failed.error) == (
             RequestState.FAILED,
-            "two executors were lost while they ran this request; it is not tried again",
+            "2 executors were lost while they ran this request; it is not tried again",
         )
         assert any("request failed" in line and "poison" in line for line in scheduler.log.read_text().splitlines())
         new_id = run(scheduler, "requests", "retry", "poison", "--reason", "mended")["request_id"]

@@ -3,11 +3,12 @@
 An executor that is lost with plans unanswered may have died of one of the sequences in them: all of these become suspects, and each
 is tried by itself. An executor takes a suspect only while none of its sequences is in prefill, and admits nobody beside it, until a
 result says that the suspect has computed all that it may have died of: that acquits it. So when an executor is lost with a suspect
-on trial, all else in its plans has decoded before; the suspect, which two executors have now died of, fails, and the others are no
-suspects.
+on trial, all else in its plans has decoded before: the suspect fails, once it has cost as many executors as are allowed, and the
+others are no suspects.
 
-An innocent one is blamed only when its executor happens to die of something else during its trial, which mostly is one step.
-Suspicion lives in memory: a new scheduler begins without. Must not know: the order of the queue, how plans are made.
+An innocent one is blamed only when its executor happens to die of something else during its trial, which mostly is one step; where
+executors die often of other things, allow more than two. Suspicion lives in memory: a new scheduler begins without. Must not know:
+the order of the queue, how plans are made.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.sequence import Sequence
 
-_QUARANTINED = Ending(
-    State.FAILED,
-    FinishReason.ERROR,
-    "quarantined",
-    "two executors were lost while they ran this request; it is not tried again",
-    INTERNAL,
-)
 
-
-def lose(roster: Roster, executor: ExecutorState, now_s: float, reason: str) -> None:
-    """The executor is gone: what ran on it is queued again, as suspects or not, or fails."""
+def lose(roster: Roster, executor: ExecutorState, now_s: float, reason: str, max_losses: int) -> None:
+    """The executor is gone: what ran on it is queued again, as suspects or not, or fails as the one that cost `max_losses`."""
     involved = list(dict.fromkeys(sequence for out in executor.plans_out for sequence in out.sequences))
-    on_trial = executor.probation if executor.probation in involved else None
-    culprit = on_trial.live if on_trial is not None else None
-    if on_trial is None:
-        for sequence in involved:
-            _suspect(sequence, executor)
+    on_trial = executor.probation
+    accused = [on_trial] if on_trial is not None and on_trial in involved else involved
+    lives = [sequence.live for sequence in accused if sequence.live is not None]
+    for sequence in accused:
+        _suspect(sequence, executor)
     roster.lose(executor, now_s, reason)
-    if culprit is not None:
-        roster.end(culprit, _QUARANTINED, now_s)
+    for live in lives:
+        if live.executor_losses >= max_losses:
+            roster.end(live, _quarantined(live), now_s)
+
+
+def _quarantined(live: LiveRequest) -> Ending:
+    error = f"{live.executor_losses} executors were lost while they ran this request; it is not tried again"
+    return Ending(State.FAILED, FinishReason.ERROR, "quarantined", error, INTERNAL)
 
 
 def _suspect(sequence: Sequence, executor: ExecutorState) -> None:
-    if sequence.live is not None:
+    live = sequence.live
+    if live is not None:
         ahead = executor.description.caches_prefixes
-        sequence.live.suspect_until = sequence.most_computed() if ahead else sequence.planned_computed
+        live.suspect_until = max(live.suspect_until, sequence.most_computed() if ahead else sequence.planned_computed)
+        live.executor_losses += 1
 
 
 def on_trial(executor: ExecutorState) -> bool:
@@ -61,5 +62,5 @@ def acquit(executor: ExecutorState) -> None:
     """After a result: a suspect that has computed all that it may have killed an executor with is none any more."""
     sequence = executor.probation
     if sequence is not None and sequence.live is not None and sequence.computed >= sequence.live.suspect_until:
-        sequence.live.suspect_until = 0
+        sequence.live.suspect_until = sequence.live.executor_losses = 0
         executor.probation = None

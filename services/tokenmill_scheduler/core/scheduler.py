@@ -59,6 +59,8 @@ class SchedulerConfig:
     max_overtakes: int = 8
     # how often, in all, later requests may be admitted before a waiting one because more of their prefix is cached
     max_hit_overtakes: int = 32
+    # how many executors a request may cost, tried alone after the first, before it fails; at least 2
+    max_executor_losses: int = 2
 
 
 class Scheduler:
@@ -151,7 +153,7 @@ class Scheduler:
         if known is not None:
             if event.epoch <= known.epoch:
                 return
-            quarantine.lose(self._roster, known, now_s, "executor joined anew")
+            self._lose(known, now_s, "executor joined anew")
         tokens = min(self.config.max_num_batched_tokens, description.max_num_batched_tokens)
         # Every decode is in every plan, so a step has to have a token for each slot.
         seqs = min(self.config.max_num_seqs, description.max_num_seqs, tokens)
@@ -162,7 +164,10 @@ class Scheduler:
     def _executor_lost(self, event: ExecutorLost, now_s: float) -> None:
         executor = self._roster.executors.get(event.executor)
         if executor is not None and executor.joined and executor.epoch == event.epoch:
-            quarantine.lose(self._roster, executor, now_s, f"executor lost: {event.reason}")
+            self._lose(executor, now_s, f"executor lost: {event.reason}")
+
+    def _lose(self, executor: ExecutorState, now_s: float, reason: str) -> None:
+        quarantine.lose(self._roster, executor, now_s, reason, self.config.max_executor_losses)
 
     def _executor_drained(self, event: ExecutorDrained, now_s: float) -> None:
         """Remembered for executors that are not there, too."""

@@ -15,7 +15,7 @@ def _check_quarantined(world: World, culprit: str) -> None:
     assert (ended.after, ended.finish_reason, ended.error_code) == (State.FAILED, FinishReason.ERROR, 13)
     assert (ended.reason, ended.error) == (
         "quarantined",
-        "two executors were lost while they ran this request; it is not tried again",
+        "2 executors were lost while they ran this request; it is not tried again",
     )
     assert world.kills == {culprit: 2}
     others = [request_id for request_id in world.records if request_id != culprit]
@@ -152,4 +152,31 @@ def test_a_suspect_cancelled_during_its_trial_takes_the_blame_with_it() -> None:
     world.rejoin()
     world.drain()
     assert [world.state(r) for r in ("r1", "r2")] == [State.DONE, State.CANCELLED]
+    world.check_idle()
+
+
+def test_more_losses_can_be_allowed_before_a_request_is_blamed() -> None:
+    world = World(SchedulerConfig(max_executor_losses=3), description())
+    for seed in (1, 2, 3):
+        world.submit(seed)
+    world.executors["x"].poison[2] = 2
+    world.drain()
+    assert world.kills == {"r2": 3}
+    assert [world.state(r) for r in world.records] == [State.DONE, State.FAILED, State.DONE]
+    ended = world.records["r2"].ended
+    assert ended is not None
+    assert ended.error.startswith("3 executors were lost")
+
+
+def test_an_acquittal_forgets_earlier_losses() -> None:
+    world = World(SchedulerConfig(max_executor_losses=3), description())
+    world.submit(1, max_tokens=40)
+    for _ in range(5):
+        world.plan()
+        world.lose()
+        world.rejoin()
+        world.turn()
+        world.turn()
+    world.drain()
+    assert world.state("r1") is State.DONE
     world.check_idle()
