@@ -50,7 +50,7 @@ async def test_log_probabilities_arrive_one_a_token(processes: Processes) -> Non
         attached = await client.attach(output.request_id, 5).result()
     assert none.logprobs == ()
     assert [entry.logprob for entry in output.logprobs] == [0.0] * 20
-    assert [entry.top[0].token_id for entry in output.logprobs] == list(output.token_ids)
+    assert [entry.top[0][0] for entry in output.logprobs] == list(output.token_ids)
     assert attached.logprobs == output.logprobs[5:]
 
 

@@ -163,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, name: str) -> None:
         executor = self.world.executors[self._name(name)]
         if self._name(name) not in self.lost and not executor.idle:
-            self.world.step(self._name(name))
+            self.world.try_step(self._name(name))
 
     @rule(name=EXECUTORS, times=st.integers(1, 5))
     def go_on(self, name: str, times: int) -> None:

@@ -87,7 +87,7 @@ class Simulation:
     def _step(self) -> None:
         name = self._executor()
         if name not in self.lost and not self.world.executors[name].idle:
-            self.world.step(name)
+            self.world.try_step(name)
 
     def _deliver(self) -> None:
         name = self._executor()

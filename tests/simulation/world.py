@@ -199,7 +199,13 @@ class World:
             self.executors[executor].send(plan)
         return plan
 
-    def step(self, executor: str = "x") -> Result | None:
+    def step(self, executor: str = "x") -> Result:
+        """As `try_step`, where the executor lives."""
+        result = self.try_step(executor)
+        assert result is not None, f"{executor} died of its plan"
+        return result
+
+    def try_step(self, executor: str = "x") -> Result | None:
         """The executor carries out its oldest plan; the result is on its way. None: it died of it, and is back without memory."""
         try:
             result = self.executors[executor].step()
@@ -223,7 +229,7 @@ class World:
     def turn(self, executor: str = "x") -> Plan | None:
         """One unpipelined step: plan, carry out, hand in."""
         plan = self.plan(executor)
-        if plan is not None and self.step(executor) is not None:
+        if plan is not None and self.try_step(executor) is not None:
             self.deliver(executor)
         return plan
 
@@ -269,7 +275,7 @@ class World:
             while self.plan(name):
                 busy = True
             if not executor.idle:
-                self.step(name)
+                self.try_step(name)
                 busy = True
             if self.arriving[name]:
                 self.deliver(name)

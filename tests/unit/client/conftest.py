@@ -13,7 +13,7 @@ QUICK = RetryPolicy(first_delay_s=0.01, longest_delay_s=0.05, call_limit_s=2.0, 
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    server = FakeServer()  # type: ignore[abstract]  # it serves what the client calls
+    server = FakeServer()
     server.start()
     yield server
     server.stop()

@@ -69,7 +69,7 @@ async def test_filters_hold_together(served: Served) -> None:
         (admin.ListRequestsRequest(filter=admin.RequestFilter(states=[types.REQUEST_STATE_UNSPECIFIED])), "filter.states[0]"),
         (admin.ListRequestsRequest(filter=admin.RequestFilter(tenant="a\0")), "filter.tenant"),
         (admin.ListRequestsRequest(filter=admin.RequestFilter(model="a\0")), "filter.model"),
-        (admin.ListRequestsRequest(filter=admin.RequestFilter(lanes=[9])), "filter.lanes[0]"),
+        (admin.ListRequestsRequest(filter=admin.RequestFilter(lanes=[types.Lane.ValueType(9)])), "filter.lanes[0]"),
         (admin.ListRequestsRequest(filter=admin.RequestFilter(min_age=Duration(seconds=-1))), "filter.min_age"),
     ],
 )
@@ -270,5 +270,5 @@ async def test_actions_are_listed_page_by_page(served: Served) -> None:
     (first, _) = (await served.admin.ListActions(admin.ListActionsRequest(target="x2"))).actions
     assert (first.actor, first.verb, first.target, first.at.seconds) == ("anonymous", "drain_executor", "x2", 1_700_000_003)
     for bad, field in (({"page_size": -1}, "page_size"), ({"page_token": "x"}, "page_token"), ({"target": "\0"}, "target")):
-        request = admin.ListActionsRequest(**bad)  # type: ignore[arg-type]
+        request = admin.ListActionsRequest(**bad)
         assert list(violations(await refusal(served.admin.ListActions(request)))) == [field]

@@ -37,7 +37,7 @@ async def test_a_client_is_idle_once_it_has_taken_nothing_for_the_timeout() -> N
 
 async def test_a_client_that_waits_for_more_is_not_idle_however_long() -> None:
     feed = Feed()
-    reading = asyncio.create_task(anext(reader(feed)))  # type: ignore[arg-type]  # a coroutine it is
+    reading = asyncio.create_task(anext(reader(feed)))
     await settle()
     idle = IdleClients(TIMEOUT_S)
     assert [idle.find(attended(feed), 100.0 * look) for look in range(1, 5)] == [[]] * 4
