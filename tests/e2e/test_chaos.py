@@ -16,7 +16,7 @@ from benchmarks.chaos.report import told
 from benchmarks.chaos.run import Options, run
 
 SEED = 1
-GAP_S = 0.7
+GAP_S = 0.6
 # An executor is lost when it is silent for 2 s; all others need not be away for long.
 LONGEST_S = {Target.EXECUTOR: 2.3, Target.EXECUTOR_LINK: 2.3}
 
