@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from tokenmill_executor.model.config import DEFAULT_ROPE_THETA, ModelConfig, ModelError, RopeConfig
+from tokenmill_executor.model.gguf_reader import GgufReader, StoredTensor
 from tokenmill_executor.model.tensors import LazyTensors
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -44,10 +44,10 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._reader = GGUFReader(path)
+            reader = GgufReader(path)
         except (ValueError, OSError) as error:
             raise ModelError(f"{path} cannot be read as a GGUF file: {error}.") from error
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._fields, self._tensors = reader.fields, reader.tensors
         self.architecture = str(self.field("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise ModelError(
@@ -56,8 +56,7 @@ class GgufFile:
 
     def field(self, name: str, default: Any = None) -> Any:
         """A metadata value as Python's own type; arrays as lists."""
-        field = self._reader.get_field(name)
-        return default if field is None else field.contents()
+        return self._fields.get(name, default)
 
     def config(self) -> ModelConfig:
         """Biases and norms are those whose tensors the file has."""
@@ -75,7 +74,7 @@ class GgufFile:
             num_kv_heads=int(self._key("attention.head_count_kv") or heads),
             head_dim=head_dim,
             intermediate_size=int(self._need("feed_forward_length")),
-            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            vocab_size=int(self._tensors["token_embd.weight"].shape[0]),
             rms_norm_eps=float(self._need("attention.layer_norm_rms_epsilon")),
             rope=self._rope(),
             tie_word_embeddings="output.weight" not in self._tensors,
@@ -97,8 +96,8 @@ class GgufFile:
                 loaders[_hf_name(name)] = partial(self._load, tensor, config)
         return LazyTensors(loaders)
 
-    def _load(self, tensor: ReaderTensor, config: ModelConfig) -> torch.Tensor:
-        values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    def _load(self, tensor: StoredTensor, config: ModelConfig) -> torch.Tensor:
+        values = np.ascontiguousarray(dequantize(tensor.data, tensor.type), dtype=np.float32)
         if not values.flags.writeable:
             values = values.copy()
         loaded = torch.from_numpy(values)
