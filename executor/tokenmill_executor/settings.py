@@ -224,7 +224,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--dtype": {
             "choices": ("auto", "float32", "bfloat16"),
             "default": "auto",
-            "help": "auto is bfloat16 on CUDA, float32 on a CPU",
+            "help": "float32 gives the tokens of transformers; auto is fast: bfloat16 on CUDA and where a CPU has kernels for it",
         },
         "--quantization": {"choices": ("int8",), "help": "of the weights, on a CPU; faster, a little less exact"},
         "--device": {"default": "auto", "help": "cpu, cuda or cuda:N; auto is CUDA if there is a device"},

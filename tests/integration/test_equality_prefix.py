@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> Runner:
-    return load_runner(folder, device="cpu", threads=1)
+    return load_runner(folder, device="cpu", threads=1, dtype="float32")
 
 
 def expected(prompts: Sequence[list[int]], count: int = NEW) -> list[list[int]]:

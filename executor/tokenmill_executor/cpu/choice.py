@@ -32,12 +32,17 @@ class CpuChoice:
         return self.quantization is not None or self.kv_cache_dtype == "int8"
 
 
+def why_not(config: ModelConfig, choice: CpuChoice) -> str | None:
+    """None if the kernels can run the model here, else the reason."""
+    return available() or supports(config, block_size=choice.block_size, quantization=choice.quantization)
+
+
 def choose_kernels(config: ModelConfig, tensors: Mapping[str, torch.Tensor], choice: CpuChoice) -> CpuModel | None:
     """The model on the kernels, or None after one line in the log: torch's slower path runs it.
 
     Raises ModelError where quantisation was asked for, which torch's path does not have.
     """
-    reason = available() or supports(config, block_size=choice.block_size, quantization=choice.quantization)
+    reason = why_not(config, choice)
     if reason is None:
         return CpuModel(
             config,

@@ -27,8 +27,8 @@ def load_runner(
 ) -> TorchRunner:
     """A Hugging Face directory or a GGUF file, loaded. Call it on the thread that will run the steps.
 
-    - dtype: "float32", "bfloat16", or "auto": bfloat16 on CUDA, float32 on a CPU, where it is the type that gives the same tokens
-      in every batch.
+    - dtype: "float32", whose tokens are those of transformers, "bfloat16", or "auto": bfloat16 on CUDA and where the C++ kernels
+      can run it on a CPU, else float32.
     - device: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is a device.
     - max_model_len: at most the model's own, which is the default.
     - max_num_seqs, max_num_batched_tokens: the largest step, run on CUDA to see what memory it needs.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import structlog
 import torch
 
-from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels
+from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels, why_not
 from tokenmill_executor.model.config import ModelConfig, ModelError
 from tokenmill_executor.model.cuda import cuda_model
 from tokenmill_executor.model.decoder import Decoder
@@ -17,6 +18,8 @@ from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
 from tokenmill_executor.model.weights import Checkpoint
 from tokenmill_executor.runner import RunnerDescription
+
+log = structlog.get_logger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,7 +44,8 @@ class LoadSettings:
 def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
     """Raises ModelError."""
     device = _device(settings.device)
-    dtype, max_model_len = _dtype(settings, device), _max_model_len(settings.max_model_len, checkpoint.config)
+    max_model_len = _max_model_len(settings.max_model_len, checkpoint.config)
+    dtype = _dtype(settings, device, checkpoint.config, max_model_len)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model = _model(checkpoint, dtype, device, max_model_len, settings)
@@ -60,8 +64,7 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
 def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, settings: LoadSettings) -> Model:
     """float32 stays on torch, whose tokens are those of transformers; bfloat16 on a CPU runs on the C++ kernels where they can."""
     if device.type == "cpu" and dtype == torch.bfloat16:
-        choice = CpuChoice(max_model_len, settings.block_size, settings.quantization, settings.kv_cache_dtype)
-        kernels = choose_kernels(checkpoint.config, checkpoint.tensors, choice)
+        kernels = choose_kernels(checkpoint.config, checkpoint.tensors, _cpu_choice(settings, max_model_len))
         if kernels is not None:
             return kernels
     if device.type == "cuda":
@@ -91,15 +94,29 @@ def _device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _dtype(settings: LoadSettings, device: torch.device) -> torch.dtype:
+def _cpu_choice(settings: LoadSettings, max_model_len: int) -> CpuChoice:
+    return CpuChoice(max_model_len, settings.block_size, settings.quantization, settings.kv_cache_dtype)
+
+
+def _dtype(settings: LoadSettings, device: torch.device, config: ModelConfig, max_model_len: int) -> torch.dtype:
     name, quantizes = settings.dtype, settings.quantization is not None or settings.kv_cache_dtype == "int8"
     if quantizes and (device.type != "cpu" or name == "float32"):
         raise ModelError("int8 weights and caches are for a CPU in bfloat16; choose the device cpu and the dtype bfloat16.")
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or quantizes else torch.float32
+        return torch.bfloat16 if device.type == "cuda" or quantizes else _cpu_dtype(config, _cpu_choice(settings, max_model_len))
     if name not in DTYPES:
         raise ModelError(f"The type {name!r} is not supported; choose auto, float32 or bfloat16.")
     return DTYPES[name]
+
+
+def _cpu_dtype(config: ModelConfig, choice: CpuChoice) -> torch.dtype:
+    """bfloat16 is several times faster on the kernels and no faster without them."""
+    reason = why_not(config, choice)
+    if reason is None:
+        log.info("dtype_chosen", dtype="bfloat16", reason="the C++ kernels run it; for the tokens of transformers choose float32")
+        return torch.bfloat16
+    log.warning("dtype_chosen", dtype="float32", reason=f"the C++ kernels, several times faster, cannot be used: {reason}")
+    return torch.float32
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:

@@ -95,7 +95,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "kind", "dtype"),
     [
-        ({"dtype": "auto"}, Decoder, "float32"),
+        ({"dtype": "auto"}, CpuModel, "bfloat16"),
+        ({"dtype": "auto", "block_size": 32}, Decoder, "float32"),
+        ({"dtype": "float32"}, Decoder, "float32"),
         ({"dtype": "bfloat16"}, CpuModel, "bfloat16"),
         ({"dtype": "bfloat16", "block_size": 32}, Decoder, "bfloat16"),
         ({"quantization": "int8"}, CpuModel, "bfloat16"),
@@ -107,6 +109,15 @@ def test_settings_decide_what_runs_a_model(folder: Path, settings: dict[str, Any
     runner = load_runner(folder, device="cpu", **settings)
     assert type(runner._model) is kind
     assert runner.description.dtype == dtype
+
+
+@needs_kernels
+@pytest.mark.parametrize(("block_size", "dtype", "reason"), [(16, "bfloat16", "kernels run it"), (32, "float32", "blocks of 16")])
+def test_the_log_says_once_which_type_auto_is_and_why(folder: Path, block_size: int, dtype: str, reason: str) -> None:
+    with structlog.testing.capture_logs() as logs:
+        load_runner(folder, device="cpu", block_size=block_size)
+    assert [(line["event"], line["dtype"]) for line in logs] == [("dtype_chosen", dtype)]
+    assert reason in logs[0]["reason"]
 
 
 def test_int8_in_float32_is_an_operators_mistake(folder: Path) -> None:

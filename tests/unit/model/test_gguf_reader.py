@@ -30,8 +30,8 @@ def path(tmp_path: Path) -> Path:
     writer.add_tensor("float32", rows)
     writer.add_tensor("float16", rows[:5].astype(np.float16))
     writer.add_tensor("one_row", rows[0])
-    for kind in (gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
-        writer.add_tensor(kind.name, quantize(rows, kind), raw_dtype=kind)
+    for quantized in (gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
+        writer.add_tensor(quantized.name, quantize(rows, quantized), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

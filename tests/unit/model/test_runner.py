@@ -35,7 +35,7 @@ class Bench:
                 self.oracle.get_input_embeddings().weight[POISON] = torch.nan
         self.oracle.save_pretrained(folder)
         Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
-        self.runner: TorchRunner = load_runner(folder, device="cpu", threads=1)
+        self.runner: TorchRunner = load_runner(folder, device="cpu", threads=1, dtype="float32")
         self.runner.allocate(NUM_BLOCKS, BLOCK_SIZE)
         self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
 
