@@ -59,13 +59,14 @@ class AttentionBatch:
 class DecodeInputs:
     """One token of each of N sequences, on the device, int32: what a captured graph reads, so at addresses that stay.
 
-    A row of padding has slot -1 and context length 0. `rows` counts from 0 to N - 1, `query_starts` to N.
+    A row of padding has slot -1 and context length 0. `rows` counts from 0 to N - 1, `query_starts` to N; `firsts` are all 0.
     """
 
     slots: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     rows: torch.Tensor
+    firsts: torch.Tensor
     query_starts: torch.Tensor
 
 

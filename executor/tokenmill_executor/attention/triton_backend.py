@@ -101,8 +101,7 @@ class TritonAttention:
         return min(_MOST_SPLITS, _power_of_two(max(to_fill, math.ceil(max_context / _POSITIONS_PER_SPLIT))))
 
     def prepare_decode(self, inputs: DecodeInputs, splits: int) -> None:
-        rows = inputs.rows
-        launch = _Launch(rows, torch.zeros_like(rows), 1, self._decode, splits)
+        launch = _Launch(inputs.rows, inputs.firsts, 1, self._decode, splits)
         self._step = _Step(inputs.slots, inputs.query_starts, inputs.context_lens, inputs.block_tables, (launch,))
 
     def prepare(self, batch: AttentionBatch) -> None:

@@ -6,6 +6,7 @@ Must not know: what is captured, sequences, batches. Without Triton the plain de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import structlog
 import torch
@@ -37,16 +38,17 @@ def cuda_model(
         return Decoder(config, tensors, dtype, device, max_model_len)
     attention = TritonAttention(CacheShape.of(config, dtype, device))
     decoder = Decoder(config, tensors, dtype, device, max_model_len, lambda _: attention, TritonOps())
-    return GraphedDecoder(decoder, attention, cuda_capture(device), max_num_seqs, max_model_len)
+    return GraphedDecoder(decoder, attention, partial(cuda_capture, device), max_num_seqs, max_model_len)
 
 
 def cuda_capture(device: torch.device) -> Capture:
     """Graphs share one pool of memory: they are replayed one after another, and their results are read before the next."""
     pool = torch.cuda.graph_pool_handle()
+    # Its own, and one for all: on each stream that it is used on, cuBLAS makes itself a workspace.
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(compute: Callable[[], None]) -> Replay:
-        # On a stream of its own first: kernels are compiled and libraries make their workspaces, which a capture may not see.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Not captured at first: kernels are compiled and libraries make their workspaces, which a capture may not see.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

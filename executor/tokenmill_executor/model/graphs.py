@@ -37,13 +37,19 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 
 
 class GraphedDecoder:
-    """A `Model`: `decoder`, whose attention is `attention`, with its decode steps from graphs."""
+    """A `Model`: `decoder`, whose attention is `attention`, with its decode steps from graphs.
 
-    def __init__(self, decoder: Decoder, attention: DecodeBackend, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
+    `make_capture` is called for each new cache: what was captured before, and its memory, is let go first.
+    """
+
+    def __init__(
+        self, decoder: Decoder, attention: DecodeBackend, make_capture: Callable[[], Capture], max_num_seqs: int, max_model_len: int
+    ) -> None:
         self.config = decoder.config
         self._decoder = decoder
         self._attention = attention
-        self._capture = capture
+        self._make_capture = make_capture
+        self._capture: Capture | None = None
         self._sizes = padded_sizes(max_num_seqs)
         self._max_model_len = max_model_len
         self._replays: dict[tuple[int, int], Replay] = {}
@@ -56,12 +62,13 @@ class GraphedDecoder:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache and, for it, the graphs of short contexts; those of longer ones are captured when they first come."""
         self._replays.clear()  # they hold the addresses of the cache that goes
-        self._inputs, self._logits = None, torch.empty(0)
+        self._inputs, self._capture, self._logits = None, None, torch.empty(0)
         self._decoder.allocate(num_blocks, block_size)
         if num_blocks == 0:
             return
         self._inputs = _Inputs(self._sizes[-1], -(-self._max_model_len // block_size), self._decoder.device)
         self._logits = torch.empty((self._sizes[-1], self.config.vocab_size), device=self._decoder.device)
+        self._capture = self._make_capture()
         # The largest first: the smaller ones then find room in its memory.
         for size in reversed(self._sizes):
             self._replay_for(size, self._attention.decode_splits(size, 1))
@@ -81,6 +88,7 @@ class GraphedDecoder:
     def _replay_for(self, size: int, splits: int) -> Replay:
         if (size, splits) not in self._replays:
             assert self._inputs is not None
+            assert self._capture is not None
             self._inputs.clear()
             self._replays[size, splits] = self._capture(lambda: self._compute(size, splits))
         return self._replays[size, splits]
@@ -101,6 +109,7 @@ class _Inputs:
         self._columns = torch.empty((4, rows), dtype=torch.int32, device=device)
         self._tables = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
         self._counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(rows, dtype=torch.int32, device=device)
         self.clear()
 
     def clear(self) -> None:
@@ -124,5 +133,6 @@ class _Inputs:
             context_lens=self.column(_CONTEXTS, size),
             block_tables=self._tables[:size],
             rows=self._counts[:size],
+            firsts=self._zeros[:size],
             query_starts=self._counts[: size + 1],
         )

@@ -61,7 +61,7 @@ class Pair:
         self.attention = TritonAttention(CacheShape.of(self.config, torch.float32, CPU), num_processors=1)
         decoder = Decoder(self.config, tensors, torch.float32, CPU, MAX_MODEL_LEN, lambda _: self.attention, TritonOps())
         self.device = FakeDevice()
-        self.graphed = GraphedDecoder(decoder, self.attention, self.device.capture, max_num_seqs, MAX_MODEL_LEN)
+        self.graphed = GraphedDecoder(decoder, self.attention, lambda: self.device.capture, max_num_seqs, MAX_MODEL_LEN)
         self.allocate()
 
     def allocate(self) -> None:

@@ -1,0 +1,163 @@
+"""Is what the device computes right? Against plain torch in float32 on the CPU, on mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch, CacheShape
+from tokenmill_executor.attention.reference import ReferenceAttention
+from tokenmill_executor.attention.triton_backend import TritonAttention
+from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.port import Model
+
+from benchmarks.gpu.shapes import RandomTensors, Scale, graphed_decoder
+from benchmarks.gpu.table import Table
+from tests.fakes.batches import Blocks, Track
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE = 512, 16
+# Query heads, KV heads, head size, windows.
+HEADS = ((32, 8, 128, (None, 100)), (9, 3, 64, (None,)), (8, 1, 80, (33,)))
+# Largest error of attention over numbers of size one.
+ATTENTION_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# Least agreement of logits with the CPU's in float32, as a cosine.
+LOGIT_BOUNDS = {torch.float32: 0.99999, torch.bfloat16: 0.99}
+
+
+def attention(scale: Scale, device: torch.device) -> Table:
+    table = Table("Attention against the reference", ("heads", "type", "backend", "largest error", "bound", "right"))
+    for heads in HEADS if device.type == "cuda" else HEADS[1:2]:
+        for dtype in scale.dtypes:
+            for name, error in _attention_errors(heads, dtype, device).items():
+                right = error <= ATTENTION_BOUNDS[dtype]
+                table.wrong |= not right
+                shape = f"{heads[0]} / {heads[1]} × {heads[2]}"
+                table.rows.append((shape, _name(dtype), name, error, ATTENTION_BOUNDS[dtype], right))
+    return table
+
+
+def _attention_errors(
+    heads: tuple[int, int, int, tuple[int | None, ...]], dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
+    num_heads, kv_heads, head_dim, windows = heads
+    truth = ReferenceAttention(CacheShape(len(windows), num_heads, kv_heads, head_dim, windows, torch.float32, CPU))
+    shape = CacheShape(len(windows), num_heads, kv_heads, head_dim, windows, dtype, device)
+    candidates: dict[str, AttentionBackend] = {"Triton": TritonAttention(shape, None if device.type == "cuda" else 4)}
+    if device.type == "cuda":
+        candidates["torch"] = ReferenceAttention(shape)
+    for backend in (truth, *candidates.values()):
+        backend.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    errors = dict.fromkeys(candidates, 0.0)
+    size = 1 if device.type == "cuda" else 8  # interpreted kernels take their time
+    blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+    long, short, late, single = (blocks.track([1] * (length // size)) for length in (1500, 40, 700, 8))
+    generator = torch.Generator().manual_seed(0)
+    for counts in (
+        {0: 1400 // size, 1: 40 // size},
+        {0: 100 // size - 4, 2: 690 // size, 3: 1},
+        {0: 1, 1: 0, 2: 1},
+        {0: 1},
+    ):
+        tracks = (long, short, late, single)
+        batch = blocks.batch([(tracks[index], count) for index, count in counts.items() if count])
+        sizes = [num_heads, kv_heads, kv_heads]
+        fused = torch.randn(len(batch.token_ids), sum(sizes), head_dim, generator=generator).to(dtype)
+        truth.prepare(AttentionBatch.of(batch, CPU))
+        for backend in candidates.values():
+            backend.prepare(AttentionBatch.of(batch, device))
+        for layer in range(len(windows)):
+            query, key, value = torch.split(fused.float(), sizes, dim=1)
+            truth.write_kv(layer, key, value)
+            expected = truth.attend(layer, query)
+            query, key, value = torch.split(fused.to(device), sizes, dim=1)
+            for name, backend in candidates.items():
+                backend.write_kv(layer, key, value)
+                error = (backend.attend(layer, query).float().cpu() - expected).abs().max()
+                errors[name] = max(errors[name], float(error))
+    return errors
+
+
+def small_model(scale: Scale, device: torch.device) -> Table:
+    config = scale.small
+    size = 1 if device.type == "cuda" else 8
+    prompts = [[(7 * place + 3 * index) % 190 + 3 for place in range(length // size)] for index, length in enumerate((300, 90, 37))]
+    tensors = RandomTensors(config, torch.float32, CPU)
+    return _compare("A small random model against the CPU", config, tensors, scale, device, prompts)
+
+
+def checkpoint(path: str, scale: Scale, device: torch.device) -> Table:
+    from tokenmill_executor.model.weights import load_checkpoint
+
+    loaded = load_checkpoint(path)
+    prompts = [[(31 * place + index) % 40_000 + 100 for place in range(length)] for index, length in enumerate((64, 20, 7))]
+    return _compare(f"{loaded.name} against the CPU", loaded.config, loaded.tensors, scale, device, prompts)
+
+
+def _compare(
+    title: str,
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    scale: Scale,
+    device: torch.device,
+    prompts: list[list[int]],
+) -> Table:
+    """Every way is fed the CPU's greedy tokens, so one early difference does not hide the rest."""
+    steps = 24 if device.type == "cuda" else 2
+    truth = Decoder(config, tensors, torch.float32, CPU, config.max_model_len)
+    expected, tokens = _logits(truth, prompts, steps, None)
+    table = Table(title, ("way", "type", "least cosine of logits", "bound", "same greedy tokens", "right"))
+    for name, make in _ways(config, tensors, device, len(prompts)).items():
+        for dtype in scale.dtypes:
+            got, _ = _logits(make(dtype), prompts, steps, tokens)
+            cosine = float(torch.nn.functional.cosine_similarity(got, expected, dim=-1).min())
+            same = float((got.argmax(-1) == expected.argmax(-1)).float().mean())
+            right = cosine >= LOGIT_BOUNDS[dtype] and (dtype != torch.float32 or same == 1.0)
+            table.wrong |= not right
+            table.rows.append((name, _name(dtype), cosine, LOGIT_BOUNDS[dtype], same, right))
+    return table
+
+
+def _ways(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], device: torch.device, max_num_seqs: int
+) -> dict[str, Callable[[torch.dtype], Model]]:
+    ways: dict[str, Callable[[torch.dtype], Model]] = {
+        "Triton and graphs": lambda dtype: graphed_decoder(config, tensors, dtype, device, max_num_seqs)
+    }
+    if device.type == "cuda":
+        ways["torch"] = lambda dtype: Decoder(config, tensors, dtype, device, config.max_model_len)
+    return ways
+
+
+@torch.inference_mode()
+def _logits(
+    model: Model, prompts: list[list[int]], steps: int, forced: list[list[int]] | None
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """Prompts in two chunks, one of them joined by another's decode, then decodes. → [samples, vocab_size], and what to force."""
+    model.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+    tracks = [blocks.track(prompt) for prompt in prompts]
+    seen: list[torch.Tensor] = []
+    taken: list[list[int]] = []
+
+    def step(*advances: tuple[Track, int]) -> None:
+        sampling = [track for track, count in advances if track.computed + count == len(track.tokens)]
+        logits = model.forward(blocks.batch(advances)).cpu().clone()  # a graph's are overwritten by the next step
+        taken.append(logits.argmax(-1).tolist() if forced is None else forced[len(taken)])
+        seen.append(logits)
+        for track, token in zip(sampling, taken[-1], strict=True):
+            track.tokens.append(token)
+
+    first, second, third = tracks
+    half = len(prompts[0]) // 2
+    step((first, half), (second, len(prompts[1])))
+    step((second, 1), (first, len(prompts[0]) - half), (third, len(prompts[2])))
+    for _ in range(steps):
+        step(*((track, 1) for track in tracks))
+    step((third, 1))
+    return torch.cat(seen), taken
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

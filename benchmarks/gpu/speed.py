@@ -1,0 +1,223 @@
+"""How near to the device's bounds is the executor? The bounds are measured in the same run; steps go through the engine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tokenmill_executor.engine import Engine
+from tokenmill_executor.records import Admission, Plan, Result
+from tokenmill_executor.runner import SamplingParams
+
+from benchmarks.gpu.shapes import BLOCK_SIZE, Executor, Scale, kv_bytes, product_weights
+from benchmarks.gpu.table import Table
+from tests.fakes.batches import Blocks
+
+TOKEN_BUDGET = 8192
+_ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bytes a second, read and written; operations a second of a matrix product."""
+
+    copy_rate: float
+    matrix_rate: float
+
+
+@dataclass(slots=True)
+class Driver:
+    """Plans steps as a scheduler would, without one."""
+
+    engine: Engine
+    plan_id: int = 0
+    sequence_id: int = 0
+    known: list[int] = field(default_factory=list)
+
+    def admission(self, prompt: int, output: int, vocab_size: int) -> Admission:
+        self.sequence_id += 1
+        self.known.append(self.sequence_id)
+        tokens = [(self.sequence_id * 31 + place * 7) % (vocab_size - 10) + 5 for place in range(prompt)]
+        params = SamplingParams(max_tokens=output, seed=0, temperature=0.0, ignore_eos=True)
+        return Admission(self.sequence_id, tokens, prompt, params)
+
+    def step(self, advance: Sequence[int], most: int, admit: Sequence[Admission] = ()) -> Result:
+        self.plan_id += 1
+        result = self.engine.carry_out(Plan(0, self.plan_id, (), admit, advance, [most] * len(advance)))
+        assert not result.faults, result.faults
+        return result
+
+    def release_all(self) -> None:
+        self.plan_id += 1
+        self.engine.carry_out(Plan(0, self.plan_id, self.known))
+        self.known = []
+
+
+def measure_bounds(scale: Scale, dtype: torch.dtype, device: torch.device) -> tuple[Bounds, Table]:
+    source = torch.ones(scale.copy_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copy_s = _least(lambda: target.copy_(source), device)
+    left = torch.randn(scale.matrix, scale.matrix, device=device).to(dtype)
+    product_s = _least(lambda: left @ left, device)
+    bounds = Bounds(2 * scale.copy_bytes / copy_s, 2 * scale.matrix**3 / product_s)
+    table = Table("The device", ("what", "rate"))
+    table.rows = [
+        ("copy, TB/s read and written", bounds.copy_rate / 1e12),
+        (f"product of {scale.matrix} × {scale.matrix}, {dtype}, Tflop/s".replace("torch.", ""), bounds.matrix_rate / 1e12),
+    ]
+    return bounds, table
+
+
+def _least(job: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        _wait(device)
+        started_s = time.perf_counter()
+        job()
+        _wait(device)
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def decode(scale: Scale, executor: Executor, bounds: Bounds) -> Table:
+    """Steps of one token for each sequence, through the engine; and what the device needs for them when it never waits."""
+    table = Table(
+        f"Decode, {scale.context} tokens of context each",
+        ("sequences", "ms a step", "device ms", "bound ms", "step's share of the bound", "device's share", "gap", "tokens/s"),
+        note="Medians. Bound: weights and KV over the copy rate. Device: forward passes without a pause between them. "
+        "Gap: the part of a step in which no forward pass runs.",
+    )
+    for batch in scale.decode_batches:
+        walls = _decode_times(scale, executor.engine, batch)
+        wall_s, device_s = statistics.median(walls), _device_s(scale, executor, batch)
+        weights = product_weights(scale.config) * executor.dtype.itemsize
+        bound_s = (weights + batch * scale.context * kv_bytes(scale.config, executor.dtype)) / bounds.copy_rate
+        gap = max(0.0, 1 - device_s / wall_s)
+        shares = (bound_s / wall_s, bound_s / device_s)
+        table.rows.append((batch, 1e3 * wall_s, 1e3 * device_s, 1e3 * bound_s, *shares, gap, batch / wall_s))
+        table.raw[f"seconds a step, {batch}"] = walls
+    return table
+
+
+def _decode_times(scale: Scale, engine: Engine, batch: int) -> list[float]:
+    driver = Driver(engine)
+    sequences = fill(driver, scale, batch)
+    walls = []
+    for _ in range(scale.decode_steps):
+        started_s = time.perf_counter()
+        driver.step(sequences, 1)
+        walls.append(time.perf_counter() - started_s)
+    driver.release_all()
+    return walls
+
+
+@torch.inference_mode()
+def _device_s(scale: Scale, executor: Executor, batch: int) -> float:
+    """Of one forward pass, launched well ahead of the device. The engine holds no sequence meanwhile, so any block will do."""
+    blocks = Blocks(executor.num_blocks, BLOCK_SIZE)
+    tracks = [blocks.track([5] * scale.context) for _ in range(batch)]
+    for track in tracks:
+        track.computed = scale.context - 1
+    step = blocks.batch([(track, 1) for track in tracks])
+    executor.model.forward(step)
+    _wait(executor.device)
+    started_s = time.perf_counter()
+    for _ in range(scale.decode_steps):
+        executor.model.forward(step)
+    _wait(executor.device)
+    return (time.perf_counter() - started_s) / scale.decode_steps
+
+
+def fill(driver: Driver, scale: Scale, batch: int) -> list[int]:
+    """Prefills so many sequences, whose contexts are `scale.context` on average over the steps to come; two of them are past."""
+    prompt = scale.context - scale.decode_steps // 2
+    admissions = [driver.admission(prompt, 4 * scale.decode_steps, scale.config.vocab_size) for _ in range(batch)]
+    together = max(1, TOKEN_BUDGET // prompt)
+    for start in range(0, batch, together):
+        part = admissions[start : start + together]
+        driver.step([admission.sequence_id for admission in part], prompt, part)
+    sequences = [admission.sequence_id for admission in admissions]
+    for _ in range(2):
+        driver.step(sequences, 1)
+    return sequences
+
+
+def prefill(scale: Scale, executor: Executor, bounds: Bounds) -> Table:
+    table = Table(
+        f"Prefill of {scale.prompt} tokens",
+        ("chunk", "ms", "bound ms", "share of the bound", "tokens/s"),
+        note="The least, to the first token. Bound: operations of all matrix products over the measured rate.",
+    )
+    config = scale.config
+    head = config.vocab_size * config.hidden_size
+    pairs = scale.prompt * scale.prompt / 2
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    bound_s = (2 * (product_weights(config) - head) * scale.prompt + 2 * head + attention) / bounds.matrix_rate
+    for chunk in scale.chunks:
+        times = [_prefill_s(scale, executor.engine, chunk) for _ in range(scale.repeats)]
+        table.rows.append((chunk, 1e3 * min(times), 1e3 * bound_s, bound_s / min(times), scale.prompt / min(times)))
+        table.raw[f"chunk {chunk}"] = times
+    return table
+
+
+def _prefill_s(scale: Scale, engine: Engine, chunk: int) -> float:
+    driver = Driver(engine)
+    admission = driver.admission(scale.prompt, 8, scale.config.vocab_size)
+    started_s = time.perf_counter()
+    result = driver.step([admission.sequence_id], chunk, [admission])
+    while not result.token_ids:
+        result = driver.step([admission.sequence_id], chunk)
+    taken_s = time.perf_counter() - started_s
+    driver.release_all()
+    return taken_s
+
+
+def burst(scale: Scale, executor: Executor) -> Table:
+    """Requests all there at once: chunks within the token budget, beside the decodes of those that are through."""
+    driver = Driver(executor.engine)
+    waiting = [driver.admission(scale.context, scale.output, scale.config.vocab_size) for _ in range(scale.requests)]
+    running: list[int] = []
+    started_s = time.perf_counter()
+    while waiting or running:
+        room = max(1, (TOKEN_BUDGET - len(running)) // scale.context)
+        admitted, waiting = waiting[:room], waiting[room:]
+        sequences = [*running, *(admission.sequence_id for admission in admitted)]
+        result = driver.step(sequences, scale.context, admitted)
+        running = [sequence for sequence, finish in zip(sequences, result.finishes, strict=True) if not finish]
+    rate = scale.requests * scale.output / (time.perf_counter() - started_s)
+    table = Table(f"{scale.requests} requests at once, {scale.context} in, {scale.output} out", ("what", "output tokens/s"))
+    table.rows = [("tokenmill's engine", rate)]
+    return table
+
+
+def profile(scale: Scale, executor: Executor, batch: int) -> Table:
+    """Which kernels a decode step spends its time in."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    driver, device = Driver(executor.engine), executor.device
+    sequences = fill(driver, scale, batch)
+    activities = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
+    with profiler(activities=activities) as profiled:
+        for _ in range(scale.repeats):
+            driver.step(sequences, 1)
+    driver.release_all()
+    table = Table(f"Kernels of a decode step of {batch}", ("kernel", "calls", "µs a step"), note="The twelve that take longest.")
+    entries = profiled.key_averages()
+    spent = {entry.key: (entry.count / scale.repeats, _device_us(entry, device) / scale.repeats) for entry in entries}
+    ordered = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
+    table.rows = [(name[:90].replace("|", "/"), calls, microseconds) for name, (calls, microseconds) in ordered]
+    return table
+
+
+def _device_us(entry: object, device: torch.device) -> float:
+    name = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return float(getattr(entry, name))
