@@ -135,12 +135,12 @@ class Executors:
     def answered(self, link: ExecutorLink, result: Result) -> None:
         self._loop.answered(self._drives[link], result)
 
-    def lost(self, link: ExecutorLink, reason: str) -> None:
+    def lost(self, link: ExecutorLink, reason: str, lives: bool) -> None:
         drive = self._drives.pop(link)
         log = self._log.info if link.leaving else self._log.warning
         log("executor lost", executor=drive.name, address=link.address, epoch=drive.epoch, reason=reason)
         self._models.lost(drive.name)
-        self._loop.lost(drive, reason)
+        self._loop.lost(drive, reason, lives)
         self._changed()
 
     async def fenced(self, name: str, reason: str) -> bool:

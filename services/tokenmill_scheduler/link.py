@@ -53,7 +53,7 @@ class LinkOwner(Protocol):
 
     def answered(self, link: ExecutorLink, result: Result) -> None: ...
 
-    def lost(self, link: ExecutorLink, reason: str) -> None:
+    def lost(self, link: ExecutorLink, reason: str, lives: bool) -> None:
         """Called once for each `joined`."""
 
     async def fenced(self, name: str, reason: str) -> bool:
@@ -184,11 +184,11 @@ class ExecutorLink:
         self._owner.joined(self, facts, session.epoch, standing)
         if self.leaving:
             session.leave()
-        reason = "goodbye"
+        reason, lives = "goodbye", True
         try:
             await session.serve(lambda result: self._owner.answered(self, result))
         except SessionLost as lost:
-            reason = str(lost)
+            reason, lives = str(lost), False
             raise
         except Fenced as fence:
             reason = str(fence)
@@ -196,7 +196,7 @@ class ExecutorLink:
                 raise
         finally:
             self._session = None
-            self._owner.lost(self, reason)
+            self._owner.lost(self, reason, lives)
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -151,11 +151,11 @@ class Loop:
         # The executor may have nothing to do from here on: no waiting for the next turn of the event loop.
         self._pump()
 
-    def lost(self, drive: Drive, reason: str) -> None:
+    def lost(self, drive: Drive, reason: str, lives: bool = False) -> None:
         drive.connected = False
         self._result_seen.set()
         if self._planning:
-            self.handle(core.ExecutorLost(drive.name, drive.epoch, reason))
+            self.handle(core.ExecutorLost(drive.name, drive.epoch, reason, lives))
 
     # ---- what there is to see --------------------------------------------------------------------------------------------------
 

@@ -233,11 +233,11 @@ class World:
             self.deliver(executor)
         return plan
 
-    def lose(self, executor: str = "x", reason: str = "gone") -> None:
-        """The executor dies with its plans and results on the way."""
+    def lose(self, executor: str = "x", reason: str = "gone", *, lives: bool = False) -> None:
+        """The executor dies, or another scheduler takes it, with its plans and results on the way."""
         epoch = self.executors[executor].epoch
         self.arriving[executor].clear()
-        self.handle(ExecutorLost(executor, epoch, reason))
+        self.handle(ExecutorLost(executor, epoch, reason, lives))
 
     def rejoin(self, executor: str = "x") -> None:
         self.executors[executor].restart(self.executors[executor].epoch + 1)

@@ -204,9 +204,12 @@ class ExecutorJoined:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLost:
+    """`lives`: it is known to be well, and only no longer ours: nothing it ran is suspected."""
+
     executor: str
     epoch: int
     reason: str
+    lives: bool = False
 
 
 @dataclass(frozen=True, slots=True)

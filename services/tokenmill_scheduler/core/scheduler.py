@@ -164,9 +164,14 @@ class Scheduler:
     def _executor_lost(self, event: ExecutorLost, now_s: float) -> None:
         executor = self._roster.executors.get(event.executor)
         if executor is not None and executor.joined and executor.epoch == event.epoch:
-            self._lose(executor, now_s, f"executor lost: {event.reason}")
+            reason = f"executor lost: {event.reason}"
+            if event.lives:
+                self._roster.lose(executor, now_s, reason)
+            else:
+                self._lose(executor, now_s, reason)
 
     def _lose(self, executor: ExecutorState, now_s: float, reason: str) -> None:
+        """Of what it may have died of, nobody knows."""
         quarantine.lose(self._roster, executor, now_s, reason, self.config.max_executor_losses)
 
     def _executor_drained(self, event: ExecutorDrained, now_s: float) -> None:

@@ -180,3 +180,16 @@ def test_an_acquittal_forgets_earlier_losses() -> None:
     world.drain()
     assert world.state("r1") is State.DONE
     world.check_idle()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_c74_an_executor_that_another_scheduler_takes_back_makes_no_suspects(lives: bool) -> None:
+    world = World(None, description())
+    world.submit(1)
+    for _ in range(3):
+        world.plan()
+        world.lose(lives=lives)
+        world.rejoin()
+    world.drain()
+    assert world.state("r1") is (State.DONE if lives else State.FAILED)
+    world.check_idle()

@@ -284,8 +284,8 @@ class Owner:
 
     def answered(self, link: ExecutorLink, result: Result) -> None: ...
 
-    def lost(self, link: ExecutorLink, reason: str) -> None:
-        self._tell(f"lost: {reason}")
+    def lost(self, link: ExecutorLink, reason: str, lives: bool) -> None:
+        self._tell(f"{'given up' if lives else 'lost'}: {reason}")
 
     async def fenced(self, name: str, reason: str) -> bool:
         self._tell(f"fenced: {reason}")
@@ -319,7 +319,7 @@ async def test_a_link_connects_again_with_a_new_epoch_and_says_goodbye() -> None
         "joined x in epoch 7",
         "lost: the executor ended the stream",
         "joined x in epoch 8",
-        "lost: goodbye",
+        "given up: goodbye",
     ]
 
 
@@ -332,7 +332,7 @@ async def test_a_link_fenced_by_a_scheduler_of_another_database_gives_up() -> No
     owner = Owner()
     async with scripted(fence) as (servicer, address):
         await ExecutorLink(address, owner, PATIENT, 1 << 20).run()
-    assert owner.told == ["joined x in epoch 7", "fenced: epoch 8", "lost: epoch 8"]
+    assert owner.told == ["joined x in epoch 7", "fenced: epoch 8", "given up: epoch 8"]
     assert servicer.runs == 1
 
 
@@ -346,7 +346,7 @@ async def test_an_inherited_executor_is_given_back(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(owner, "fenced", fenced)
     async with scripted(fence) as (servicer, address):
         await ExecutorLink(address, owner, PATIENT, 1 << 20, inherited=True).run()
-    assert owner.told == ["joined x in epoch 7", "lost: epoch 8", "taken"]
+    assert owner.told == ["joined x in epoch 7", "given up: epoch 8", "taken"]
     assert servicer.runs == 1
 
 
@@ -367,7 +367,7 @@ async def test_a_link_stands_by_while_another_scheduler_drives_and_hurries_when_
         await owner.until(2)
         link.leave()
         await running
-    assert owner.told == ["taken", "joined x in epoch 7", "lost: goodbye"]
+    assert owner.told == ["taken", "joined x in epoch 7", "given up: goodbye"]
 
 
 def test_backoff_doubles_to_a_bound_with_jitter() -> None:
