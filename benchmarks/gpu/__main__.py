@@ -129,6 +129,7 @@ def commit() -> str:
 
 def speed(report: Report, device: torch.device, tiny: bool) -> Table:
     """Several parts on one engine; returns the table of what took how long to start."""
+    from benchmarks.gpu import kernels
     from benchmarks.gpu import speed as parts
     from benchmarks.gpu.shapes import FULL, SMOKE, make_executor
     from benchmarks.gpu.table import Table
@@ -145,7 +146,10 @@ def speed(report: Report, device: torch.device, tiny: bool) -> Table:
     report.part("prefill", lambda: parts.prefill(scale, executor, bounds))
     report.part("burst", lambda: parts.burst(scale, executor))
     for batch in scale.profiled_batches:
-        report.part(f"profile of {batch}", lambda batch=batch: parts.profile(scale, executor, batch))  # type: ignore[misc]
+        report.part(f"profile of {batch}", lambda batch=batch: parts.profile_decode(scale, executor, batch))  # type: ignore[misc]
+    report.part("profile of prefill", lambda: parts.profile_prefill(scale, executor))
+    report.part("products", lambda: kernels.products(scale, dtype, device, bounds))
+    report.part("tilings", lambda: kernels.tilings(scale, dtype, device, bounds))
     return Table("Start", ("what", "s"), [("weights, cache, kernels and graphs", made_s)])
 
 

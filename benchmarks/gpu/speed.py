@@ -74,15 +74,16 @@ def measure_bounds(scale: Scale, dtype: torch.dtype, device: torch.device) -> tu
 def _least(job: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(_ROUNDS):
-        _wait(device)
+        wait(device)
         started_s = time.perf_counter()
         job()
-        _wait(device)
+        wait(device)
         times.append(time.perf_counter() - started_s)
     return min(times)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -128,11 +129,11 @@ def _device_s(scale: Scale, executor: Executor, batch: int) -> float:
         track.computed = scale.context - 1
     step = blocks.batch([(track, 1) for track in tracks])
     executor.model.forward(step)
-    _wait(executor.device)
+    wait(executor.device)
     started_s = time.perf_counter()
     for _ in range(scale.decode_steps):
         executor.model.forward(step)
-    _wait(executor.device)
+    wait(executor.device)
     return (time.perf_counter() - started_s) / scale.decode_steps
 
 
@@ -198,19 +199,28 @@ def burst(scale: Scale, executor: Executor) -> Table:
     return table
 
 
-def profile(scale: Scale, executor: Executor, batch: int) -> Table:
-    """Which kernels a decode step spends its time in."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    driver, device = Driver(executor.engine), executor.device
+def profile_decode(scale: Scale, executor: Executor, batch: int) -> Table:
+    driver = Driver(executor.engine)
     sequences = fill(driver, scale, batch)
-    activities = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
-    with profiler(activities=activities) as profiled:
-        for _ in range(scale.repeats):
-            driver.step(sequences, 1)
+    table = _profile(f"Kernels of a decode step of {batch}", scale, executor, lambda: driver.step(sequences, 1))
     driver.release_all()
-    table = Table(f"Kernels of a decode step of {batch}", ("kernel", "calls", "µs a step"), note="The twelve that take longest.")
+    return table
+
+
+def profile_prefill(scale: Scale, executor: Executor) -> Table:
+    chunk = max(scale.chunks)
+    return _profile(f"Kernels of a prefill of {chunk}", scale, executor, lambda: _prefill_s(scale, executor.engine, chunk))
+
+
+def _profile(title: str, scale: Scale, executor: Executor, step: Callable[[], object]) -> Table:
+    """Where the device's time goes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    device = executor.device
+    with profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as profiled:
+        for _ in range(scale.repeats):
+            step()
+    table = Table(title, ("kernel", "calls", "µs a step"), note="The twelve that take longest.")
     entries = profiled.key_averages()
     spent = {entry.key: (entry.count / scale.repeats, _device_us(entry, device) / scale.repeats) for entry in entries}
     ordered = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
