@@ -6,7 +6,8 @@ Must not know: sampling, sequences beyond the flat batch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -50,7 +51,9 @@ class CpuModel:
         self._kept: list[torch.Tensor] = []
         self._layers = (library.Layer * config.num_layers)()
         self._packer = _Packer(config, tensors, quantization or "bfloat16", self._kept)
-        self._record = self._load(max_model_len, threads or torch.get_num_threads(), sinks)
+        threads = threads or torch.get_num_threads()
+        with _one_torch_thread():
+            self._record = self._load(max_model_len, threads, sinks)
         del self._packer
         self._cache: HugeArena | None = None
         self._workspace = HugeArena(0)
@@ -131,6 +134,17 @@ class CpuModel:
             layers=ctypes.cast(self._layers, ctypes.POINTER(library.Layer)),
             head=packer.head(embeddings),
         )
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """For many small operations: torch's threads wait for each other at each, on busy cores far longer than the work takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check(config: ModelConfig, quantization: str | None, kv_cache_dtype: str) -> None:
