@@ -15,7 +15,7 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
     Goes through pinned memory, which torch keeps until the copy is done: from any other the driver may wait for the device first.
     """
     host = torch.from_numpy(array)
-    if device.type != "cuda":
+    if device.type != "cuda" or not array.size:
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 

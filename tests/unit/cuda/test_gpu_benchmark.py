@@ -22,5 +22,6 @@ def test_the_one_command_runs_end_to_end_and_keeps_its_tables(tmp_path: Path) ->
     titles = [table["title"].split(",")[0] for table in report["tables"]]
     assert titles[:3] == ["Attention against the reference", "A small random model against the CPU", "The device"]
     assert titles[3:6] == ["Decode", "Prefill of 40 tokens", "2 requests at once"]
+    assert not any(table["wrong"] for table in report["tables"])
     text = results.with_suffix(".md").read_text()
     assert all(table["title"] in text for table in report["tables"])
