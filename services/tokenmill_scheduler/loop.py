@@ -142,7 +142,7 @@ class Loop:
         self.drives[drive.name] = drive
         if self._served_since_s is None:
             self._served_since_s = self.clock()
-        self.handle(core.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks, drive.stored))
+        self.handle(core.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks, drive.stored, drive.facts.epoch))
 
     def answered(self, drive: Drive, result: Result) -> None:
         drive.answered(result, _now())

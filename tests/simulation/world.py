@@ -239,9 +239,10 @@ class World:
         self.arriving[executor].clear()
         self.handle(ExecutorLost(executor, epoch, reason, lives))
 
-    def rejoin(self, executor: str = "x") -> None:
-        self.executors[executor].restart(self.executors[executor].epoch + 1)
-        self._join(executor)
+    def rejoin(self, executor: str = "x", *, same_process: bool = False) -> None:
+        epoch = self.executors[executor].epoch
+        self.executors[executor].restart(epoch + 1)
+        self._join(executor, epoch_seen=epoch if same_process else 0)
 
     def restart_scheduler(self) -> None:
         """Kill the scheduler and take all unfinished requests up again from the record."""
@@ -314,6 +315,10 @@ class World:
             assert executor.ran_out == 0, f"a plan for {name} needed a block that was not there"
         assert (self.core.num_running, self.core.num_waiting, self.core.kv_cache_usage) == (0, 0, 0.0)
 
+    def suspects(self) -> list[str]:
+        """The requests that may have killed an executor."""
+        return [request_id for request_id, live in self.core._roster.requests.items() if live.suspect_until or live.lost_with]
+
     def on_trial(self, executor: str) -> bool:
         """Whether it runs a request that may have killed an executor."""
         return quarantine.on_trial(self.core._roster.executors[executor])
@@ -321,9 +326,10 @@ class World:
     def _joined(self, name: str) -> bool:
         return any(view.name == name and view.joined for view in self.core.executors())
 
-    def _join(self, name: str) -> None:
+    def _join(self, name: str, epoch_seen: int = 0) -> None:
         executor = self.executors[name]
-        self.handle(ExecutorJoined(executor.description, executor.epoch, executor.blocks, executor.pool.all_stored()))
+        stored = executor.pool.all_stored()
+        self.handle(ExecutorJoined(executor.description, executor.epoch, executor.blocks, stored, epoch_seen))
 
     def _record(self, effect: Effect) -> None:
         match effect:

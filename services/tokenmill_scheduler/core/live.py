@@ -36,7 +36,7 @@ class LiveRequest:
     released sequence until the results of all plans that advanced it are in, else None.
     `hashes` are those of its blocks, by cache version and block size (see `mirror.py`).
     `suspect_until` is above 0 while it is suspected of having killed an executor: it is cleared once it has computed so many tokens
-    (see `quarantine.py`). `executor_losses` counts the executors lost with it while it was under suspicion.
+    (see `quarantine.py`). `lost_with` names the executors lost with it while it was under suspicion, each with its epoch.
     """
 
     request: Request
@@ -46,7 +46,7 @@ class LiveRequest:
     sequence: Sequence | None = None
     overtaken: int = 0
     suspect_until: int = 0
-    executor_losses: int = 0
+    lost_with: list[tuple[str, int]] = field(default_factory=list)
     hashes: dict[tuple[str, int], BlockHashes] = field(default_factory=dict)
 
     @property

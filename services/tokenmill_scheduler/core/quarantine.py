@@ -4,7 +4,7 @@ An executor that is lost with plans unanswered may have died of one of the seque
 is tried by itself. An executor takes a suspect only while none of its sequences is in prefill, and admits nobody beside it, until a
 result says that the suspect has computed all that it may have died of: that acquits it. So when an executor is lost with a suspect
 on trial, all else in its plans has decoded before: the suspect fails, once it has cost as many executors as are allowed, and the
-others are no suspects.
+others are no suspects. An executor that comes back as the process it was has not died: what it was lost with is acquitted.
 
 An innocent one is blamed only when its executor happens to die of something else during its trial, which mostly is one step; where
 executors die often of other things, allow more than two. Suspicion lives in memory: a new scheduler begins without. Must not know:
@@ -30,12 +30,12 @@ def lose(roster: Roster, executor: ExecutorState, now_s: float, reason: str, max
         _suspect(sequence, executor)
     roster.lose(executor, now_s, reason)
     for live in lives:
-        if live.executor_losses >= max_losses:
+        if len(live.lost_with) >= max_losses:
             roster.end(live, _quarantined(live), now_s)
 
 
 def _quarantined(live: LiveRequest) -> Ending:
-    error = f"{live.executor_losses} executors were lost while they ran this request; it is not tried again"
+    error = f"{len(live.lost_with)} executors were lost while they ran this request; it is not tried again"
     return Ending(State.FAILED, FinishReason.ERROR, "quarantined", error, INTERNAL)
 
 
@@ -44,7 +44,7 @@ def _suspect(sequence: Sequence, executor: ExecutorState) -> None:
     if live is not None:
         ahead = executor.description.caches_prefixes
         live.suspect_until = max(live.suspect_until, sequence.most_computed() if ahead else sequence.planned_computed)
-        live.executor_losses += 1
+        live.lost_with.append((executor.name, executor.epoch))
 
 
 def on_trial(executor: ExecutorState) -> bool:
@@ -62,5 +62,19 @@ def acquit(executor: ExecutorState) -> None:
     """After a result: a suspect that has computed all that it may have killed an executor with is none any more."""
     sequence = executor.probation
     if sequence is not None and sequence.live is not None and sequence.computed >= sequence.live.suspect_until:
-        sequence.live.suspect_until = sequence.live.executor_losses = 0
+        _clear(sequence.live)
         executor.probation = None
+
+
+def survived(roster: Roster, executor: str, epoch: int) -> None:
+    """This executor did not die when it was lost in `epoch`, only the way to it: nobody is suspected for that any more."""
+    for live in roster.requests.values():
+        if (executor, epoch) in live.lost_with:
+            live.lost_with.remove((executor, epoch))
+            if not live.lost_with:
+                _clear(live)
+
+
+def _clear(live: LiveRequest) -> None:
+    live.suspect_until = 0
+    live.lost_with.clear()

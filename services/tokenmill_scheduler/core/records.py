@@ -119,6 +119,7 @@ class Result:
     num_cached: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
+    epoch_seen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +195,16 @@ class ResultArrived:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorJoined:
-    """`stored`: hashes of the blocks in its prefix cache, as far as it has told."""
+    """`stored`: hashes of the blocks in its prefix cache, as far as it has told.
+
+    `epoch_seen` is the highest epoch that the process knew of before: a new process knows of none.
+    """
 
     executor: ExecutorDescription
     epoch: int
     blocks: Blocks
     stored: tuple[int, ...] = ()
+    epoch_seen: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,11 @@ class Scheduler:
         if known is not None:
             if event.epoch <= known.epoch:
                 return
-            self._lose(known, now_s, "executor joined anew")
+            if event.epoch_seen >= known.epoch:
+                self._roster.lose(known, now_s, "executor joined anew")
+                quarantine.survived(self._roster, known.name, known.epoch)
+            else:
+                self._lose(known, now_s, "executor joined anew")
         tokens = min(self.config.max_num_batched_tokens, description.max_num_batched_tokens)
         # Every decode is in every plan, so a step has to have a token for each slot.
         seqs = min(self.config.max_num_seqs, description.max_num_seqs, tokens)

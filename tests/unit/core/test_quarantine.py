@@ -34,6 +34,22 @@ def test_a_request_that_kills_two_executors_fails_alone(poison: int, overlap: bo
     _check_quarantined(world, f"r{poison}")
 
 
+def test_an_executor_that_was_only_out_of_reach_makes_no_suspects() -> None:
+    """Its links break again and again; the process is the same each time."""
+    world = World(None, description())
+    for seed in range(1, 5):
+        world.submit(seed)
+    for _ in range(4):
+        world.plan()
+        world.lose()
+        assert world.suspects() != []
+        world.rejoin(same_process=True)
+    assert world.suspects() == []
+    world.drain()
+    assert all(world.output(f"r{seed}") == world.expected(f"r{seed}") for seed in range(1, 5))
+    world.check_idle()
+
+
 def test_it_is_found_on_several_executors() -> None:
     world = World(SchedulerConfig(max_num_seqs=3), description("x"), description("y"))
     for seed in range(1, 9):
