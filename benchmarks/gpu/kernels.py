@@ -68,8 +68,8 @@ def tilings(scale: Scale, dtype: torch.dtype, device: torch.device, bounds: Boun
 
 
 # Beside the chosen ones.
-_DECODES = (Tiling(16, 32, 4, 4), Tiling(16, 128, 4, 2), Tiling(16, 64, 2, 3))
-_CHUNKS = (Tiling(128, 64, 8, 2), Tiling(128, 128, 8, 2), Tiling(64, 64, 4, 3), Tiling(128, 32, 8, 4))
+_DECODES = (Tiling(16, 32, 4, 5), Tiling(16, 64, 4, 5), Tiling(16, 128, 4, 3), Tiling(16, 64, 2, 3))
+_CHUNKS = (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 5))
 
 
 def _attend_s(

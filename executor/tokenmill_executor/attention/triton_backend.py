@@ -31,10 +31,11 @@ class Tiling:
 
 # By bytes of an element. Decodes stream the cache: the least rows that tl.dot takes, and small enough that four programs share a
 # multiprocessor and hide memory's latency from each other. Chunks multiply: 128 rows are the wgmma of two warp groups, held in
-# registers without spilling, in under half of Hopper's shared memory. float32 is for comparisons, and right before fast.
+# registers without spilling, one program a multiprocessor, so with a tile more in flight; a block's number is loaded before its
+# tile, which takes stages too. float32 is for comparisons, and right before fast.
 DECODE: Mapping[int, Tiling] = {2: Tiling(16, 64, 4, 3), 4: Tiling(16, 32, 4, 3)}
-CHUNK: Mapping[int, Tiling] = {2: Tiling(128, 64, 8, 3), 4: Tiling(32, 32, 4, 2)}
-# Programs wanted for each multiprocessor: two or so run at once, and more even out sequences of unlike length.
+CHUNK: Mapping[int, Tiling] = {2: Tiling(128, 64, 8, 5), 4: Tiling(32, 32, 4, 2)}
+# Programs wanted for each multiprocessor: some run at once, and more even out sequences of unlike length.
 _PROGRAMS_PER_PROCESSOR = 4
 _MOST_SPLITS = 32
 # Positions that one program walks through at most before a split is added, whatever the batch.
