@@ -126,17 +126,24 @@ class Service:
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
         self.check_open()
-        earlier = self._arriving.get(request.request_id)
-        if earlier is None:
-            outcome = await asyncio.shield(self._arrive(request, payload_digest).outcome)
-        elif (outcome := await asyncio.shield(earlier.outcome)) is Outcome.CONFLICT:
-            # The earlier one was not what the ledger holds under this id; this one may be.
-            return await self.submit(request, payload_digest)
-        else:
-            outcome = Outcome.JOINED if earlier.payload_digest == payload_digest else Outcome.CONFLICT
+        outcome = await self._outcome(request, payload_digest)
         if outcome is Outcome.CONFLICT:
             raise RequestExists(f"request {request.request_id} exists with another payload")
         return Submitted(request.request_id, joined=outcome is Outcome.JOINED)
+
+    async def _outcome(self, request: Request, payload_digest: bytes) -> Outcome:
+        """One write, and one look at most, however many submit under one id at a time."""
+        while (earlier := self._arriving.get(request.request_id)) is not None:
+            outcome = await asyncio.shield(earlier.outcome)
+            if earlier.payload_digest == payload_digest:
+                return Outcome.CONFLICT if outcome is Outcome.CONFLICT else Outcome.JOINED
+            if outcome is not Outcome.CONFLICT:
+                return Outcome.CONFLICT
+            # The earlier one was not what the ledger holds under this id; this one may be.
+            stored = await self._read(self._ledger.payload_digest, request.request_id)
+            if stored is not None:
+                return Outcome.JOINED if stored == payload_digest else Outcome.CONFLICT
+        return await asyncio.shield(self._arrive(request, payload_digest).outcome)
 
     def _arrive(self, request: Request, payload_digest: bytes, *actions: Action) -> _Arrival:
         """Raises QueueFull, TenantLimit."""

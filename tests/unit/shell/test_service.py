@@ -79,10 +79,22 @@ async def test_c09_a_submit_behind_one_that_conflicts_is_judged_for_itself(shell
     wrong, right = (asyncio.create_task(shell.service.submit(request("a"), digest)) for digest in (b"other", b"d"))
     await settle()
     shell.writer.commit()
-    await settle()
-    shell.writer.commit()
     assert isinstance((await asyncio.gather(wrong, return_exceptions=True))[0], RequestExists)
     assert await right == Submitted("a", joined=True)
+
+
+async def test_c09_a_crowd_of_conflicting_submits_costs_one_write(shell: Shell) -> None:
+    await shell.submit(request("a"), b"d")
+    shell.writer.hold = True
+    digests = [b"other" if number % 2 else b"%d" % number for number in range(100)]
+    crowd = [asyncio.create_task(shell.service.submit(request("a"), digest)) for digest in [*digests, b"d"]]
+    await settle()
+    assert shell.writer.backlog == 1
+    shell.writer.commit()
+    answers = await asyncio.wait_for(asyncio.gather(*crowd, return_exceptions=True), timeout=20)
+    assert {type(answer) for answer in answers[:-1]} == {RequestExists}
+    assert answers[-1] == Submitted("a", joined=True)
+    assert shell.writer.backlog == 0
 
 
 async def test_a_client_gone_in_mid_submit_loses_nothing(shell: Shell) -> None:
