@@ -104,6 +104,10 @@ class Operators:
         """Returns once it is durable."""
         self._begun += 1
         self._loop.handle(event, action)
+        # Whoever asked for it may go: nothing would be read any more if a change were never counted as durable.
+        await asyncio.shield(asyncio.ensure_future(self._settled()))
+
+    async def _settled(self) -> None:
         await self._loop.durable()
         self._durable += 1
 

@@ -112,6 +112,24 @@ async def test_what_was_read_before_a_change_was_durable_does_not_undo_it(shell:
     assert shell.loop.load().queue_paused == "by ann"
 
 
+async def test_an_operator_who_goes_in_mid_change_stops_nobody_from_seeing_later_ones(shell: Shell) -> None:
+    operators = operators_of(shell)
+    shell.writer.hold = True
+    pausing = asyncio.create_task(operators.pause_queue("ann", ""))
+    await settle()
+    pausing.cancel()
+    await settle()
+    shell.writer.hold = False
+    shell.writer.commit()
+    await settle()
+    assert shell.loop.load().queue_paused == "by ann"
+    await operators_of(shell).refresh()
+    _, elsewhere = await restarted(shell)
+    assert await elsewhere.resume_queue("bob", "")
+    await operators.refresh()
+    assert shell.loop.load().queue_paused == ""
+
+
 async def test_nothing_is_held_back_while_the_ledger_is_away_or_the_scheduler_stops(shell: Shell) -> None:
     operators = operators_of(shell)
     shell.writer.outage = LedgerUnavailable("away")
