@@ -115,6 +115,8 @@ def _postgresql(url: URL, durable: bool, stall_timeout_s: float, **options: Any)
         hide_parameters=True,
         connect_args={
             "connect_timeout": CONNECT_TIMEOUT_S,
+            # A database made in the C locale has no encoding of its own (SQL_ASCII): the driver would give bytes for text.
+            "client_encoding": "utf8",
             # A server that vanished without a goodbye is noticed within about 20 s.
             "keepalives_idle": 10,
             "keepalives_interval": 5,

@@ -185,6 +185,19 @@ def test_a_bug_of_ours_is_no_outage(sql_ledger: SqlLedger) -> None:
         execute(sql_ledger, "ALTER TABLE elsewhere RENAME TO tails")
 
 
+def test_a_database_without_an_encoding_of_its_own_keeps_text(postgres: PostgresServer) -> None:
+    """As initdb makes it in the C locale."""
+    postgres.execute(sql.SQL("CREATE DATABASE no_encoding TEMPLATE template0 ENCODING 'SQL_ASCII' LOCALE 'C'"))
+    ledger = open_ledger(postgres.url("no_encoding"))
+    stored = replace(submission(), request=replace(submission().request, stop=("größer 日本",)))
+    ledger.write([stored])
+    found = ledger.find("a")
+    assert found is not None
+    assert found.request.stop == ("größer 日本",)
+    ledger.close()
+    postgres.drop_database("no_encoding")
+
+
 def test_a_broken_connection_is_unavailable_once(postgres: PostgresServer, postgres_url: str) -> None:
     ledger = open_ledger(postgres_url)
     ledger.write([submission()])
