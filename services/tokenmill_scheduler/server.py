@@ -11,6 +11,8 @@ import gc
 import signal
 import socket
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import grpc
 import structlog
@@ -18,9 +20,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tokenmill.admin.v1 import admin_pb2, admin_pb2_grpc
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
+from tokenmill_service.address import bound_address, is_open, lock_address, write_port_file
+from tokenmill_service.flags import SettingsError
+from tokenmill_service.tls import channel_credentials, server_credentials
 
 from tokenmill_scheduler.access import Access
-from tokenmill_scheduler.address import bound_address, is_open, lock_address, write_port_file
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors
@@ -41,8 +45,7 @@ from tokenmill_scheduler.servicers.auth import AuthInterceptor
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.session import Fenced, SessionLimits
-from tokenmill_scheduler.settings import Settings, SettingsError
-from tokenmill_scheduler.tls import channel_credentials, server_credentials
+from tokenmill_scheduler.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -115,7 +118,8 @@ class SchedulerServer:
         watches = [self.loop.tick(), self._health.watch(), self.access.watch(), self.operators.watch()]
         if self._settings.retention_s:
             watches.append(prune_for_ever(self._ledger, self._settings.retention_s, self.loop.clock))
-        self._tasks = [asyncio.create_task(watch) for watch in watches]
+        for watch in watches:
+            self._keep_at(watch)
         await self._server.start()
         assert self._lease is not None
         self.executors.start(self._lease)
@@ -165,9 +169,7 @@ class SchedulerServer:
         keeper.start(self._inherit, self.loop.fail)
         relay, obey = self.service.relay, self.service.obey
         for work in (self.service.followers.run(), relay.send(), relay.listen(lease, lambda: bool(keeper.peers), obey)):
-            task = asyncio.create_task(work)
-            task.add_done_callback(self._work_ended)
-            self._tasks.append(task)
+            self._keep_at(work)
 
     def _inherit(self, estate: Estate) -> None:
         # One that stops leaves it to the next, with its own.
@@ -182,6 +184,12 @@ class SchedulerServer:
         if self._lease is not None:
             with contextlib.suppress(LedgerUnavailable):
                 await asyncio.to_thread(self._ledger.give_up_lease, self._lease)
+
+    def _keep_at(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until `stop`; a mistake in it ends the scheduler, since nobody would miss it otherwise."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._work_ended)
+        self._tasks.append(task)
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

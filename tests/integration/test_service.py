@@ -18,7 +18,8 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill_scheduler.health import LIVENESS
 from tokenmill_scheduler.server import SERVICES, SchedulerServer
-from tokenmill_scheduler.settings import SettingsError, parse_settings
+from tokenmill_scheduler.settings import parse_settings
+from tokenmill_service.flags import SettingsError
 
 from tests.fakes.calls import Caller, Stream, eventually, foretold, spec
 from tests.fakes.memory_ledger import MemoryLedger
@@ -281,6 +282,17 @@ async def test_two_executors_share_the_work(processes: Processes, executor: Serv
 
 async def _connected(server: SchedulerServer, count: int) -> bool:
     return len(server.service.executors()) == count
+
+
+class _Broken(MemoryLedger):
+    def prune(self, before_s: float, limit: int) -> int:
+        raise RuntimeError("a mistake")
+
+
+async def test_a_mistake_in_background_work_is_no_secret(executor: ServiceProcess) -> None:
+    async with scheduler(executor, ledger=_Broken()) as server:
+        with pytest.raises(RuntimeError, match="a mistake"):
+            await asyncio.wait_for(server.loop.failure, timeout=30)
 
 
 async def test_a_port_is_not_shared_with_a_second_scheduler(executor: ServiceProcess) -> None:
