@@ -52,7 +52,9 @@ class LiveRequests:
 
     def add(self, live: LiveRequest, now_s: float) -> None:
         request_id = live.request.request_id
-        assert request_id not in self._by_id
+        before = self._by_id.get(request_id)
+        # One that has ended and is still read can have been pruned, and its id be used again: its readers keep their feed.
+        assert before is None or before.feed.ended is not None
         self._by_id[request_id] = live
         self.tenants.came(live.request, live.state)
         if not live.request.detached:

@@ -211,6 +211,21 @@ async def test_a_finished_request_leaves_memory_with_its_last_reader(shell: Shel
     assert len(shell.loop.live) == 0
 
 
+async def test_the_id_of_a_pruned_request_is_free_though_somebody_still_reads_it(shell: Shell) -> None:
+    await shell.join()
+    await shell.submit(request("a", max_tokens=2))
+    slow = await shell.service.attach("a", 0)
+    await shell.run_out()
+    shell.ledger.prune(shell.clock.now_s + 1, limit=10)
+    assert not (await shell.submit(request("a", max_tokens=3))).joined
+    await shell.run_out()
+    tokens, _ = await read_all(slow)
+    assert tokens == output_of(request("a", max_tokens=2))
+    tokens, _ = await read_all(await shell.service.attach("a", 0))
+    assert tokens == output_of(request("a", max_tokens=3))
+    assert len(shell.loop.live) == 0
+
+
 async def test_c13_the_last_reader_of_a_request_that_is_not_detached_takes_it_along(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=2_048, detached=False))
