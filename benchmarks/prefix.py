@@ -23,10 +23,10 @@ from pathlib import Path
 
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.loading import Loader
-from tokenmill_executor.logs import configure_logs
 from tokenmill_executor.records import Admission, Plan
 from tokenmill_executor.runner import SamplingParams
 from tokenmill_executor.settings import parse_settings
+from tokenmill_service.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results"
 TOKEN_BUDGET = 512

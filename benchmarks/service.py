@@ -29,10 +29,10 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.types_pb2 import SamplingParams
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.loading import Loader
-from tokenmill_executor.logs import configure_logs
 from tokenmill_executor.records import Admission, Plan, Result, SequenceFinish
 from tokenmill_executor.runner import SamplingParams as RunnerSampling
 from tokenmill_executor.settings import parse_settings
+from tokenmill_service.logs import configure_logs
 
 from tests.fakes.calls import Caller, Stream
 from tests.fakes.processes import Processes, wait_serving

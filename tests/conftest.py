@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from tests.fakes.postgres import PostgresServer, postgres_server
 
@@ -18,3 +19,10 @@ def postgres() -> Iterator[PostgresServer]:
     """One real PostgreSQL server for the whole session, started when the first test asks for it."""
     with postgres_server() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """A service's `main` sets them up for its process, which here is everybody's."""
+    yield
+    structlog.reset_defaults()

@@ -10,12 +10,13 @@ from importlib.metadata import version
 
 import structlog
 from tokenmill.executor.v1 import executor_pb2 as pb
+from tokenmill_service.flags import SettingsError
 
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.prefix import PrefixHasher, hash_function
 from tokenmill_executor.runner import Runner
 from tokenmill_executor.servicer import Service, tokenizer_digest
-from tokenmill_executor.settings import SIMULATED, Settings, SettingsError
+from tokenmill_executor.settings import SIMULATED, Settings
 from tokenmill_executor.simulated import SimulatedRunner, StepCost
 
 log = structlog.get_logger(__name__)

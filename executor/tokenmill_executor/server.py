@@ -16,13 +16,14 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tokenmill.executor.v1 import executor_pb2, executor_pb2_grpc
+from tokenmill_service.address import bound_address, default_name, is_open, lock_address, write_port_file
+from tokenmill_service.flags import SettingsError
+from tokenmill_service.tls import server_credentials
 
-from tokenmill_executor.address import bound_address, default_name, is_open, lock_address, write_port_file
 from tokenmill_executor.engine_thread import EngineThread
 from tokenmill_executor.loading import Loader
 from tokenmill_executor.servicer import ExecutorServicer
-from tokenmill_executor.settings import Settings, SettingsError
-from tokenmill_executor.tls import server_credentials
+from tokenmill_executor.settings import Settings
 
 log = structlog.get_logger(__name__)
 

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
+from tokenmill_service.flags import SettingsError
+from tokenmill_service.logs import configure_logs
+
 from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.port import LedgerError
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
-from tokenmill_scheduler.logs import configure_logs
 from tokenmill_scheduler.server import serve
-from tokenmill_scheduler.settings import Settings, SettingsError, settings_from_process
+from tokenmill_scheduler.settings import Settings, settings_from_process
 
 
 def main(argv: Sequence[str]) -> int:

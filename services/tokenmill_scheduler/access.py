@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from tokenmill_service.flags import SettingsError
 
-from tokenmill_scheduler.settings import SettingsError
 from tokenmill_scheduler.tenants import TenantLimits
 
 CHECK_INTERVAL_S = 2.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
+from tokenmill_service.tls import ClientTls
 
 from tokenmill_scheduler.core.records import Result
 from tokenmill_scheduler.drive import Drive
@@ -19,7 +20,6 @@ from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.pacing import Pacer
 from tokenmill_scheduler.session import Fenced, SessionLimits
-from tokenmill_scheduler.settings import ClientTls
 from tokenmill_scheduler.wire import ExecutorFacts, Standing
 
 PIPELINE_DEPTH = 2

@@ -14,13 +14,13 @@ import grpc
 import structlog
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill.executor.v1 import executor_pb2_grpc as pb_grpc
+from tokenmill_service.flags import SettingsError
+from tokenmill_service.tls import ClientTls, channel_credentials
 
 from tokenmill_scheduler import wire
 from tokenmill_scheduler.core.records import Plan, Result
 from tokenmill_scheduler.ledger.port import ExecutorTaken, LedgerError
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost, describe_error
-from tokenmill_scheduler.settings import ClientTls, SettingsError
-from tokenmill_scheduler.tls import channel_credentials
 
 CALL_TIMEOUT_S = 10.0
 TOKENIZER_TIMEOUT_S = 120.0

@@ -101,10 +101,12 @@ class Processes:
         fast = ["--simulated-step-ms", "1", "--simulated-prefill-token-us", "0", "--simulated-decode-token-us", "0"]
         return self._start("tokenmill_executor", ["--model", "simulated", "--name", name, *fast, *flags], name)
 
-    def scheduler(self, *executor_addresses: str, flags: tuple[str, ...] = (), name: str = "scheduler") -> ServiceProcess:
-        """Its database is a file in the folder, named as it is. Returns once it listens, maybe not yet ready."""
+    def scheduler(
+        self, *executor_addresses: str, flags: tuple[str, ...] = (), name: str = "scheduler", database: str = ""
+    ) -> ServiceProcess:
+        """Its database is a file in the folder, named as it is, unless given. Returns once it listens, maybe not yet ready."""
         executors = [part for address in executor_addresses for part in ("--executor", address)]
-        database = f"sqlite:///{self.folder / name}.db"
+        database = database or f"sqlite:///{self.folder / name}.db"
         return self._start("tokenmill_scheduler", ["--database", database, *executors, *flags], name)
 
     def _start(self, module: str, flags: list[str], name: str) -> ServiceProcess:

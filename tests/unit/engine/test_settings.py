@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenmill_executor.address import bound_address, check_address, default_name, lock_address, write_port_file
 from tokenmill_executor.loading import Loader, count_blocks
-from tokenmill_executor.settings import SettingsError, parse_settings, resolve_model
+from tokenmill_executor.settings import parse_settings, resolve_model
+from tokenmill_service.address import bound_address, check_address, default_name, lock_address, write_port_file
+from tokenmill_service.flags import SettingsError
 
 from tests.fakes.runner import OracleRunner
 
@@ -104,13 +105,13 @@ def test_a_model_that_cannot_be_loaded_is_an_operators_mistake(tmp_path: Path) -
 
 @pytest.mark.parametrize("good", ["127.0.0.1:0", "[::1]:7601", "localhost:65535", "unix:/run/x.sock"])
 def test_good_addresses(good: str) -> None:
-    check_address(good)
+    assert check_address(good, "--listen") == good
 
 
 @pytest.mark.parametrize("bad", ["unix:", "7601", "127.0.0.1", "host:", "host:65536", ":7601"])
 def test_bad_addresses(bad: str) -> None:
     with pytest.raises(SettingsError, match="--listen"):
-        check_address(bad)
+        check_address(bad, "--listen")
 
 
 def test_names_and_bound_addresses() -> None:

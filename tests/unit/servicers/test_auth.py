@@ -19,12 +19,12 @@ from tokenmill_scheduler.access import ANONYMOUS, Access, Identity, Role
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.desk import Cancellation, Submitted
 from tokenmill_scheduler.intake import Intake
-from tokenmill_scheduler.logs import configure_logs
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.auth import AuthInterceptor, current_identity
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.tenants import TenantLimits
+from tokenmill_service.logs import configure_logs
 
 from tests.fakes.desk import FakeDesk
 from tests.fakes.operators import FakeOperators

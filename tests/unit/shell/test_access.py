@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from structlog.testing import capture_logs
 from tokenmill_cli.main import cli
 from tokenmill_scheduler.access import ANONYMOUS, Access, Identity, Role, read_access_list
-from tokenmill_scheduler.settings import SettingsError
 from tokenmill_scheduler.tenants import TenantLimits
+from tokenmill_service.flags import SettingsError
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 DEFAULTS = TenantLimits(max_requests=10)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from tokenmill_scheduler.__main__ import main
-from tokenmill_scheduler.settings import DEFAULT_EXECUTOR, DEFAULT_LISTEN, SettingsError, parse_settings
+from tokenmill_scheduler.settings import DEFAULT_EXECUTOR, DEFAULT_LISTEN, parse_settings
+from tokenmill_service.flags import SettingsError
 
 
 def test_the_defaults() -> None:
@@ -47,7 +48,7 @@ def test_several_executors() -> None:
         (["--grace-period", "nan"], "'nan' is not a number of seconds of at least 0"),
         (["--watermark", "1"], "'1' is not at least 0 and below 1"),
         (["--max-message-bytes", "4GiB"], "more than gRPC can carry"),
-        (["--max-message-bytes", "much"], "'much' is not a size such as 64MiB"),
+        (["--max-message-bytes", "much"], "'much' is not a size such as 2GiB or 64MiB"),
         (["--policy", "random"], "invalid choice: 'random'"),
         (["--durability", "none"], "invalid choice: 'none'"),
         (["--lease-time", "0"], "'0' is not a number of seconds above 0"),

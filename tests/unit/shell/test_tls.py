@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import tokenmill_executor.__main__ as executor
-import tokenmill_executor.address
 import tokenmill_executor.settings
-import tokenmill_executor.tls
 import tokenmill_scheduler.__main__ as scheduler
-import tokenmill_scheduler.address
 import tokenmill_scheduler.settings
-import tokenmill_scheduler.tls
 from cryptography.hazmat.primitives import serialization
+from tokenmill_service import address
+from tokenmill_service.flags import SettingsError
+from tokenmill_service.tls import channel_credentials, server_credentials
 
 from tests.fakes.certificates import Authority
 
@@ -26,14 +25,11 @@ def _executors(argv: list[str], environ: dict[str, str]) -> Any:
     return tokenmill_executor.settings.parse_settings(["--model", "simulated", *argv], environ)
 
 
-SERVICES: dict[str, tuple[Any, Parse]] = {
-    "scheduler": (tokenmill_scheduler, tokenmill_scheduler.settings.parse_settings),
-    "executor": (tokenmill_executor, _executors),
-}
+SERVICES: dict[str, Parse] = {"scheduler": tokenmill_scheduler.settings.parse_settings, "executor": _executors}
 
 
 @pytest.fixture(params=SERVICES)
-def service(request: pytest.FixtureRequest) -> tuple[Any, Parse]:
+def parse(request: pytest.FixtureRequest) -> Parse:
     return SERVICES[request.param]
 
 
@@ -42,8 +38,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "authority")
 
 
-def test_flags_and_environment(service: tuple[Any, Parse]) -> None:
-    _, parse = service
+def test_flags_and_environment(parse: Parse) -> None:
     environ = {"TOKENMILL_TLS_CERT": "c.pem", "TOKENMILL_TLS_KEY": "k.pem", "TOKENMILL_TLS_CLIENT_CA": "ca.pem"}
     tls = parse([], environ).tls
     assert (tls.cert, tls.key, tls.client_ca) == (Path("c.pem"), Path("k.pem"), Path("ca.pem"))
@@ -53,20 +48,17 @@ def test_flags_and_environment(service: tuple[Any, Parse]) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--tls-cert", "c"], ["--tls-key", "k"], ["--tls-client-ca", "ca", "--tls-cert", "c"]])
-def test_half_a_pair(service: tuple[Any, Parse], flags: list[str]) -> None:
-    module, parse = service
-    with pytest.raises(module.settings.SettingsError, match="one is missing: give a certificate and its private key"):
+def test_half_a_pair(parse: Parse, flags: list[str]) -> None:
+    with pytest.raises(SettingsError, match="one is missing: give a certificate and its private key"):
         parse(flags, {})
 
 
-def test_a_unix_socket_takes_no_tls(service: tuple[Any, Parse]) -> None:
-    module, parse = service
-    with pytest.raises(module.settings.SettingsError, match="of no use on a unix socket"):
+def test_a_unix_socket_takes_no_tls(parse: Parse) -> None:
+    with pytest.raises(SettingsError, match="of no use on a unix socket"):
         parse(["--listen", "unix:x", "--tls-cert", "c", "--tls-key", "k"], {})
 
 
-def test_files_that_are_of_no_use(service: tuple[Any, Parse], authority: Authority, tmp_path: Path) -> None:
-    module, parse = service
+def test_files_that_are_of_no_use(parse: Parse, authority: Authority, tmp_path: Path) -> None:
     pair, other = authority.issue("a"), authority.issue("b")
     none, locked, folder = tmp_path / "none.pem", tmp_path / "locked.key", tmp_path
     private = serialization.load_pem_private_key(pair.key.read_bytes(), None)
@@ -83,14 +75,14 @@ def test_files_that_are_of_no_use(service: tuple[Any, Parse], authority: Authori
         (pair.cert, pair.key, pair.key, f"--tls-client-ca {pair.key} holds no certificate in PEM"),
     ):
         flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca)]
-        with pytest.raises(module.settings.SettingsError) as mistake:
-            module.tls.server_credentials(parse(flags, {}).tls)
+        with pytest.raises(SettingsError) as mistake:
+            server_credentials(parse(flags, {}).tls)
         assert sentence in str(mistake.value)
         assert "\n" not in str(mistake.value)
 
 
 def test_towards_executors(authority: Authority, tmp_path: Path) -> None:
-    parse, read = tokenmill_scheduler.settings.parse_settings, tokenmill_scheduler.tls.channel_credentials
+    parse, read = tokenmill_scheduler.settings.parse_settings, channel_credentials
     pair, other = authority.issue("a"), authority.issue("b")
     ca, cert, key = "--executor-tls-ca", "--executor-tls-cert", "--executor-tls-key"
     assert parse([], {}).executor_tls is None
@@ -101,7 +93,7 @@ def test_towards_executors(authority: Authority, tmp_path: Path) -> None:
         ([ca, str(pair.key)], "--executor-tls-ca .* holds no certificate in PEM"),
         ([ca, str(authority.ca), cert, str(pair.cert), key, str(other.key)], "--executor-tls-cert .* do not belong together"),
     ):
-        with pytest.raises(tokenmill_scheduler.settings.SettingsError, match=sentence):
+        with pytest.raises(SettingsError, match=sentence):
             read(parse(flags, {}).executor_tls)  # type: ignore[arg-type]  # never None behind these flags
 
 
@@ -143,6 +135,5 @@ def test_the_executor_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("scheduler.example:1", True),
     ],
 )
-def test_which_addresses_others_can_reach(service: tuple[Any, Parse], listen: str, is_open: bool) -> None:
-    module, _ = service
-    assert module.address.is_open(listen) is is_open
+def test_which_addresses_others_can_reach(listen: str, is_open: bool) -> None:
+    assert address.is_open(listen) is is_open

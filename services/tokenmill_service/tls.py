@@ -7,12 +7,44 @@ from __future__ import annotations
 
 import contextlib
 import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 
-from tokenmill_scheduler.settings import ClientTls, ServerTls, SettingsError
+from tokenmill_service.flags import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """Paths of PEM files. With `client_ca`, clients must show a certificate that it has signed (mutual TLS)."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """Paths of PEM files: the authority that signed the servers' certificates, and a certificate to show."""
+
+    ca: Path
+    cert: Path | None
+    key: Path | None
+
+
+def server_tls(values: Mapping[str, Any]) -> ServerTls | None:
+    """Of the parsed flags --tls-cert, --tls-key, --tls-client-ca and --listen. None: plaintext. Raises SettingsError."""
+    cert, key, client_ca = values["tls_cert"], values["tls_key"], values["tls_client_ca"]
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise SettingsError("--tls-cert and --tls-key are needed for TLS, one is missing: give a certificate and its private key")
+    if values["listen"].startswith("unix:"):
+        raise SettingsError("--tls-cert is of no use on a unix socket, which its file's permissions guard: leave it out")
+    return ServerTls(cert, key, client_ca)
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:

@@ -12,17 +12,19 @@ import re
 import socket
 from pathlib import Path
 
-from tokenmill_executor.settings import SettingsError
+from tokenmill_service.flags import SettingsError
 
 _UNIX = "unix:"
 
 
-def check_address(listen: str) -> None:
-    if listen.startswith(_UNIX):
-        if not listen.removeprefix(_UNIX):
-            raise SettingsError("--listen unix: needs a path behind it, such as unix:/run/tokenmill/executor.sock")
-    elif not (match := re.fullmatch(r".+:(\d{1,5})", listen)) or int(match[1]) > 65535:
-        raise SettingsError(f"--listen {listen} is neither HOST:PORT nor unix:PATH")
+def check_address(address: str, flag: str) -> str:
+    """The address; raises SettingsError when it is none."""
+    if address.startswith(_UNIX):
+        if address == _UNIX:
+            raise SettingsError(f"{flag} unix: needs a path behind it, such as unix:/run/tokenmill/service.sock")
+    elif not (match := re.fullmatch(r".+:(\d{1,5})", address)) or int(match[1]) > 65535:
+        raise SettingsError(f"{flag} {address} is neither HOST:PORT nor unix:PATH")
+    return address
 
 
 def lock_address(listen: str) -> int | None:
