@@ -56,6 +56,11 @@ def _sentence(error: errors.TokenmillError) -> str:
         return f"{text}. Give it with --token-file or TOKENMILL_TOKEN."
     if isinstance(error, errors.NoSecureConnection):
         return f"{text} See --tls-ca, --tls-cert and --tls-key."
+    if isinstance(error, errors.Unavailable) and error.retry_delay_s is not None:
+        # The server's own words: it runs, and cannot do it now.
+        return f"{text.rstrip('.')}: try again in {error.retry_delay_s:g} s."
+    if error.code == "UNIMPLEMENTED":
+        return "The server does not know this call: name a scheduler of this release with --server, not an executor."
     if isinstance(error, errors.Unavailable):
         return f"{text} Start it with `tokenmill serve all`, or name another with --server."
     return text

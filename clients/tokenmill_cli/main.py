@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -48,8 +47,6 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; an error is one sentence on standard error."""
-    # gRPC writes of connections that come and go to standard error, in the middle of what a command prints.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # A model writes what it likes; a terminal that cannot show a character shows another.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

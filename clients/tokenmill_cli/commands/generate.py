@@ -78,7 +78,8 @@ def _follow(app: App, stream: Stream, token_ids: bool) -> None:
             sys.stdout.flush()
     except RequestNotDone as error:
         _end(app, stream, started_s)
-        raise CommandError(f"Request {stream.request_id}: {error}", ExitCode.FAILURE) from error
+        text, name = str(error), f"Request {stream.request_id}"
+        raise CommandError(text if text.startswith(name) else f"{name}: {text}", ExitCode.FAILURE) from error
     except BaseException:
         if stream.output.text and not app.json:
             click.echo()

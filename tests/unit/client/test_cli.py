@@ -11,9 +11,10 @@ from typing import Any
 import grpc
 import pytest
 from rich.console import Console
-from tokenmill_cli.exits import ExitCode
+from tokenmill_cli.exits import ExitCode, command_error
 from tokenmill_cli.main import main
-from tokenmill_client import Client
+from tokenmill_client import Client, Unavailable
+from tokenmill_client.errors import ErrorDetails
 
 from tests.unit.client.fake_server import FakeServer, bad_request, queue_full, token, whole_text
 
@@ -109,6 +110,8 @@ def test_generate_of_a_request_that_is_cancelled(server: FakeServer, run: Run) -
     server.requests["r"].spec.sampling.SetInParent()
     code, _, err = run("generate", "a", "--request-id", "r")
     assert (code, err) == (1, "Error: Request r: cancelled by an operator\n")
+    server.requests["r"].info.error = ""
+    assert run("generate", "a", "--request-id", "r")[2] == "Error: Request r is cancelled.\n"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +153,18 @@ def test_c38_a_full_queue(server: FakeServer, run: Run) -> None:
     server.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "The queue is full.", queue_full(2))
     code, _, err = run("generate", "x")
     assert (code, err) == (ExitCode.REFUSED, "Error: The queue is full. Try again in 2 s.\n")
+
+
+def test_whoever_runs_is_not_to_be_started() -> None:
+    error = command_error(Unavailable("no executor has connected yet", details=ErrorDetails(retry_delay_s=2)))
+    assert (error.code, error.message) == (ExitCode.UNAVAILABLE, "no executor has connected yet: try again in 2 s.")
+
+
+def test_another_service_at_the_address(server: FakeServer, run: Run) -> None:
+    server.refuse(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    code, _, err = run("load")
+    assert code == ExitCode.FAILURE
+    assert "--server" in err
 
 
 def test_an_unknown_request(run: Run) -> None:
