@@ -26,6 +26,8 @@ from tokenmill_scheduler.core.request import Sampling
 # The feature word, and the one way of hashing blocks that the core knows.
 PREFIX_CACHING = "prefix_caching"
 HASH_ALGORITHM = "sha256"
+# The highest that a database keeps: 64 bits with a sign.
+MAX_EPOCH = 2**63 - 1
 
 
 class ProtocolError(Exception):
@@ -131,11 +133,13 @@ def blocks(message: pb.Blocks) -> Blocks:
 
 
 def facts(message: pb.DescribeResponse) -> ExecutorFacts:
-    """Raises ProtocolError when a limit that planning needs is missing or zero."""
+    """Raises ProtocolError when a limit that planning needs is missing or zero, or no higher epoch can be kept."""
     limits = ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth")
     missing = [name for name in ("name", "model", *limits) if not getattr(message, name)]
     if missing:
         raise ProtocolError(f"the executor describes itself without {', '.join(missing)}")
+    if message.epoch >= MAX_EPOCH:
+        raise ProtocolError(f"the executor has seen epoch {message.epoch}, which leaves no higher one: start it again")
     return ExecutorFacts(
         description=ExecutorDescription(
             name=message.name,

@@ -143,6 +143,9 @@ def test_what_an_executor_says_of_itself() -> None:
     facts = wire.facts(message)
     assert facts.description == ExecutorDescription("x", "m", 4, 3, 8, 2, 16, 2)
     assert (facts.tokenizer_digest, facts.vocab_size, facts.device, facts.epoch, facts.version) == ("d", 9, "cpu", 41, "1")
+    message.epoch = 2**63 - 1
+    with pytest.raises(wire.ProtocolError, match="start it again"):
+        wire.facts(message)
     message.block_size = 0
     message.name = ""
     with pytest.raises(wire.ProtocolError, match="without name, block_size"):
