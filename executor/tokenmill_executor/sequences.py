@@ -87,7 +87,7 @@ def _sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
 
 
 # The scheduler has validated these for its clients; here they keep one bad number from spoiling a batch. NaN is in no range.
-_LARGEST = 3.0e38
+_LARGEST = float.fromhex("0x1.fffffep+127")  # of a float in the protocol
 _RANGES = (
     ("temperature", 0.0, _LARGEST),
     ("top_p", 0.0, 1.0),

@@ -301,6 +301,12 @@ def test_a_bad_admission_fails_alone_and_names_its_field(bad: object, word: str)
     assert (result.num_computed, result.token_ids) == ([0, 1], oracle_output([5], 1))
 
 
+def test_the_largest_numbers_that_the_protocol_can_say_are_good() -> None:
+    largest = 3.4028234663852886e38
+    result = make().plan({1: 1}, [admission(1, [1], temperature=largest, repetition_penalty=largest)])
+    assert not result.faults
+
+
 def test_the_edges_of_the_vocabulary_and_the_longest_prompt_are_good() -> None:
     driver = make()
     good = admission(
