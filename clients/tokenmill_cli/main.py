@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _terminated(number: int, frame: object) -> None:
-    """As Ctrl-C does, so that what was started is stopped."""
+    """As Ctrl-C does, so that what was started is stopped. What a script starts with `&` ignores Ctrl-C, but not this."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 

@@ -15,8 +15,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, text
 
+from tokenmill_scheduler.ledger import leases
 from tokenmill_scheduler.ledger.engine import connect, driver_errors
-from tokenmill_scheduler.ledger.port import SchemaMismatch
+from tokenmill_scheduler.ledger.lock import database_lock
+from tokenmill_scheduler.ledger.port import LedgerUnavailable, SchemaMismatch
 
 # Held while migrating a PostgreSQL database, so that two schedulers that start together do not both create the tables.
 _ADVISORY_LOCK = 7_600_760_001
@@ -107,11 +109,24 @@ def _state(revision: str | None) -> SchemaState:
 
 
 def _migrate(url: str, step: Callable[[Config], None]) -> None:
-    engines = connect(url)
-    try:
-        _run(engines.write, step)
-    finally:
-        engines.dispose()
+    """Refuses, as LedgerUnavailable, while a scheduler runs on the database: its tables would change under it."""
+    with database_lock(url):
+        engines = connect(url)
+        try:
+            _refuse_if_used(engines.read)
+            _run(engines.write, step)
+        finally:
+            engines.dispose()
+
+
+def _refuse_if_used(engine: Engine) -> None:
+    """By the leases, which another release's schema may not have; a SQLite file is guarded by its lock alone."""
+    with driver_errors(), engine.connect() as connection:
+        if connection.dialect.name == "sqlite" or _revision(connection) != head():
+            return
+        alive = [status.lease.scheduler for status in leases.statuses(connection) if not status.expired]
+    if alive:
+        raise LedgerUnavailable(f"it is in use by {', '.join(alive)}: stop every scheduler on it first")
 
 
 def _run(engine: Engine, step: Callable[[Config], None]) -> None:

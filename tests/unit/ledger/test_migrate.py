@@ -11,6 +11,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 from tokenmill_scheduler.ledger import migrate
 from tokenmill_scheduler.ledger.engine import UnsupportedDatabase, connect
+from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.migrate import SchemaState
 from tokenmill_scheduler.ledger.port import LedgerUnavailable, SchemaMismatch
 from tokenmill_scheduler.ledger.sql import open_ledger
@@ -46,6 +47,16 @@ def test_down_and_up_again(empty_url: str) -> None:
     engines.dispose()
     migrate.upgrade(empty_url)
     assert migrate.check(empty_url) is SchemaState.CURRENT
+
+
+def test_no_migration_under_a_running_scheduler(empty_url: str) -> None:
+    with database_lock(empty_url):
+        ledger = open_ledger(empty_url)
+        ledger.take_lease("s1", 60.0)
+        with pytest.raises(LedgerUnavailable, match=r"stop that one|in use by s1: stop every scheduler on it first"):
+            migrate.downgrade(empty_url, "base")
+        assert migrate.check(empty_url) is SchemaState.CURRENT
+        ledger.close()
 
 
 def test_a_new_database_is_made_and_found_again(empty_url: str) -> None:
