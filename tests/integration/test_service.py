@@ -16,7 +16,9 @@ from structlog.testing import capture_logs
 from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
+from tokenmill_scheduler import server as server_module
 from tokenmill_scheduler.health import LIVENESS
+from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.server import SERVICES, SchedulerServer
 from tokenmill_scheduler.settings import parse_settings
 from tokenmill_service.flags import SettingsError
@@ -282,6 +284,17 @@ async def test_two_executors_share_the_work(processes: Processes, executor: Serv
 
 async def _connected(server: SchedulerServer, count: int) -> bool:
     return len(server.service.executors()) == count
+
+
+async def test_c42_a_loop_that_stands_still_is_told_by_liveness(executor: ServiceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hangs(loop: Loop) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Loop, "tick", hangs)
+    monkeypatch.setattr(server_module, "ALIVE_WITHIN_S", 0.1)
+    async with scheduler(executor) as server:
+        await wait_serving(server.address, LIVENESS, serving=False)
+        await wait_serving(server.address)
 
 
 class _Broken(MemoryLedger):
