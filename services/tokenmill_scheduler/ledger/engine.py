@@ -98,7 +98,12 @@ def _sqlite(url: URL, durable: bool, begin: str) -> Engine:
     def prepare(connection: Any, _record: object) -> None:
         # The driver begins no transactions; `begin` below does.
         connection.isolation_level = None
-        connection.execute("PRAGMA journal_mode = WAL")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
+                raise
+            raise UnsupportedDatabase(f"{url.database} is no SQLite database: name another file") from error
         connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys = ON")
 

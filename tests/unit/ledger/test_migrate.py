@@ -131,3 +131,11 @@ def test_a_database_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
         open_ledger(f"sqlite:///{tmp_path}/no/such/folder/ledger.db")
     with pytest.raises(LedgerUnavailable):
         open_ledger(f"postgresql+psycopg://postgres@/none?host={tmp_path}")
+
+
+def test_a_file_that_is_no_database_is_told_so(tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("not a database " * 100)
+    with pytest.raises(UnsupportedDatabase, match="is no SQLite database: name another file"):
+        open_ledger(f"sqlite:///{other}")
+    assert other.read_text() == "not a database " * 100
