@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,19 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+
+
+# Of gRPC's names for a target; `unix:` is the one that people write by hand.
+_SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:", "xds:")
+
+
+def parse_addresses(text: str) -> tuple[str, ...]:
+    """The addresses in `text`, with commas between them, each once. Raises ValueError for one that can be none."""
+    addresses = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for address in addresses:
+        if not address.startswith(_SCHEMES) and not re.fullmatch(r".+:\d{1,5}", address):
+            raise ValueError(f"{address!r} is neither HOST:PORT nor unix:PATH.")
+    return addresses
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:

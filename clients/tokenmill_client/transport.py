@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 import grpc
 
-from tokenmill_client.channel import Channels
+from tokenmill_client.channel import Channels, parse_addresses
 from tokenmill_client.errors import NoSecureConnection, TokenmillError, Unavailable, from_rpc_error
 from tokenmill_client.retry import Backoff, RetryPolicy
 from tokenmill_client.security import Tls, call_metadata, channel_credentials
@@ -24,12 +24,12 @@ class Transport:
     """
 
     def __init__(self, address: str, timeout: float, retry: RetryPolicy, token: str | None = None, tls: Tls | None = None) -> None:
-        """Raises OSError or ValueError when the files for TLS or the token are not right."""
+        """Raises OSError or ValueError when the address, the files for TLS or the token are not right."""
         self.address = address
         # Sent by hand: gRPC's own call credentials refuse connections without TLS, unix sockets among them.
         self.metadata = call_metadata(token)
         credentials = None if tls is None else channel_credentials(tls)
-        self._channels = Channels(tuple(dict.fromkeys(part.strip() for part in address.split(","))), credentials)
+        self._channels = Channels(parse_addresses(address), credentials)
         self.timeout_s = timeout
         self.retry = retry
 

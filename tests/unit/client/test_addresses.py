@@ -40,3 +40,9 @@ def test_those_that_fail_together_turn_once() -> None:
     assert channels.leave("b")
     assert channels.current == "a"
     assert not Channels(("a",), None).leave("a")
+
+
+@pytest.mark.parametrize("bad", ["", "nonsense", "127.0.0.1", "host:", "127.0.0.1:7600,nonsense"])
+def test_what_can_be_no_address_is_refused_at_once(bad: str) -> None:
+    with pytest.raises(ValueError, match="is neither HOST:PORT nor unix:PATH"):
+        AsyncClient(bad)

@@ -347,3 +347,9 @@ def test_health_says_whether_the_server_is_ready(run: Run, server: FakeServer) -
     assert run("health", "127.0.0.1:1")[0] == ExitCode.UNAVAILABLE
     server.serving = True
     assert run("health", "--service", "unknown.Service")[0] == ExitCode.UNAVAILABLE
+
+
+def test_a_server_that_is_no_address_is_a_wrong_command_line(run: Run) -> None:
+    code, _, err = run("load", "--server", "nonsense")
+    assert code == ExitCode.USAGE
+    assert "'nonsense' is neither HOST:PORT nor unix:PATH" in err
