@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ import structlog
 
 from tests.fakes.postgres import PostgresServer, postgres_server
 
+# What a script starts with `&` ignores Ctrl-C, and so would all that it starts: tests send it to the processes they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Triton decides on import whether its kernels are compiled for a GPU or interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
