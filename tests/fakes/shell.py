@@ -55,6 +55,8 @@ class HeldWriter:
         self.hold = hold
         self.lease: Lease | None = None
         self.saturated = False
+        # How many of the next commits the database refuses.
+        self.refusals = 0
         self.outage: LedgerUnavailable | None = None
         self._waiting: deque[tuple[Sequence[Record], Callable[[list[Outcome]], None] | None]] = deque()
 
@@ -74,7 +76,11 @@ class HeldWriter:
         return await outcome
 
     def commit(self) -> None:
-        """All that waits, in one transaction."""
+        """All that waits, in one transaction; while the database refuses, it waits on."""
+        self.outage = LedgerUnavailable("the database takes no writes") if self.refusals else None
+        if self.refusals:
+            self.refusals -= 1
+            return
         batch, self._waiting = list(self._waiting), deque()
         outcomes = iter(self.ledger.write([record for records, _ in batch for record in records], self.lease))
         for records, on_durable in batch:
