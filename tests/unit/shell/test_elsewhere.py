@@ -187,7 +187,8 @@ async def test_an_outage_delays_commands_and_streams(pair: Pair, mine: Shell, ot
     await mine.submit(request("a"))
     reading = asyncio.create_task(read_all(await other.service.attach("a", 0)))
     cancelling = asyncio.create_task(other.service.cancel("a", ""))
-    await settle()
+    # Looked up, and asked for; before that the outage would refuse the call.
+    await until(lambda: bool(pair.ledger._leases.commands) or state_of(pair, "a") is State.CANCELLED)
     pair.ledger.unavailable = True
     await asyncio.sleep(0.1)
     pair.ledger.unavailable = False
