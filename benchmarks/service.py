@@ -206,7 +206,9 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     arguments, executor_flags = parser.parse_known_args()
     configure_logs("console", "warning")
-    flags = ["--model", arguments.model, *(SIMULATED if arguments.model == "simulated" else []), *executor_flags]
+    # Both sides with as many threads: what the tests' processes are started with would give the service one.
+    own = SIMULATED if arguments.model == "simulated" else ["--threads", str(os.cpu_count())]
+    flags = ["--model", arguments.model, *own, *executor_flags]
     compared = [compare(slots, arguments.repeat, flags) for slots in arguments.slots or (8, 64)]
     name = Path(arguments.model).stem
     report = table(name, compared, arguments.repeat)
