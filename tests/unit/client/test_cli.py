@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 import grpc
 import pytest
 from rich.console import Console
 from tokenmill_cli.exits import ExitCode, command_error
-from tokenmill_cli.main import main
 from tokenmill_client import Client, Unavailable
 from tokenmill_client.errors import ErrorDetails
 
+from tests.unit.client.conftest import Run, submit
 from tests.unit.client.fake_server import FakeServer, bad_request, queue_full, token, whole_text
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command against the fake server: exit code, standard output, standard error."""
-    monkeypatch.setenv("TOKENMILL_SERVER", server.address)
-
-    def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        code = main(argv)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
-def submit(server: FakeServer, *request_ids: str, **options: Any) -> None:
-    with Client(server.address) as client:
-        for request_id in request_ids:
-            client.submit("a", request_id=request_id, **options)
-
 
 # ---- generate ------------------------------------------------------------------------------------------------------------------
 

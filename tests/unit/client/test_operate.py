@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tokenmill.inference.v1 import types_pb2
 from tokenmill_cli.exits import ExitCode
-from tokenmill_cli.main import main
 from tokenmill_client import Client, Lane
 
+from tests.unit.client.conftest import Run, submit
 from tests.unit.client.fake_server import FakeServer
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command against the fake server: exit code, standard output, standard error."""
-    monkeypatch.setenv("TOKENMILL_SERVER", server.address)
-
-    def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        code = main(argv)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
-def submit(server: FakeServer, *request_ids: str, **options: Any) -> None:
-    with Client(server.address) as client:
-        for request_id in request_ids:
-            client.submit("a", request_id=request_id, **options)
 
 
 def listed(run: Run, *options: str) -> list[str]:
