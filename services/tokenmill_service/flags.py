@@ -81,14 +81,16 @@ def count_or_zero(text: str) -> int:
 
 def number(text: str) -> float:
     """Of at least 0; the flag's name says in which unit."""
-    if not 0 <= (value := _number(text)) < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
+    return _at_least_0(text, "a number")
 
 
 def seconds(text: str) -> float:
+    return _at_least_0(text, "a number of seconds")
+
+
+def _at_least_0(text: str, words: str) -> float:
     if not 0 <= (value := _number(text)) < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {words} of at least 0")
     return value
 
 

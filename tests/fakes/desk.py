@@ -38,6 +38,8 @@ from tokenmill_scheduler.desk import (
 from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery, StoredOutput, StoredRequest, StoredTransition
 from tokenmill_scheduler.text.model import TextStream
 
+from tests.fakes.memory_ledger import matches
+
 Oracle = Callable[[Request, int], int]
 _FINISH_REASONS = {State.CANCELLED: FinishReason.CANCELLED, State.EXPIRED: FinishReason.EXPIRED, State.FAILED: FinishReason.ERROR}
 
@@ -200,7 +202,7 @@ class FakeDesk:
         if query.page_token:
             last = int(query.page_token.removeprefix("after-"))
             rows = [row for row in rows if (row[0] > last) == query.oldest_first and row[0] != last]
-        rows = [row for row in rows if _matches(self._stored(row[1]), query)]
+        rows = [row for row in rows if matches(self._stored(row[1]), query)]
         page = rows[: query.limit]
         token = f"after-{page[-1][0]}" if len(rows) > len(page) else ""
         return RequestPage(tuple(self._stored(entry) for _, entry in page), token)
@@ -314,16 +316,3 @@ class FakeChunks:
         token_ids = tuple(self._entry.tokens[first:])
         self._next_index += len(token_ids)
         return Chunk(first, token_ids, () if top is None else tuple(oracle_logprobs(first + i, top) for i in range(len(token_ids))))
-
-
-def _matches(stored: StoredRequest, query: RequestQuery) -> bool:
-    request = stored.request
-    return (
-        (not query.states or stored.state in query.states)
-        and query.tenant in ("", request.tenant)
-        and query.model in ("", request.model)
-        and (query.min_priority is None or request.priority >= query.min_priority)
-        and (query.max_priority is None or request.priority <= query.max_priority)
-        and (not query.lanes or request.lane in query.lanes)
-        and (query.arrived_before_s is None or request.arrival_s <= query.arrived_before_s)
-    )

@@ -124,7 +124,7 @@ class MemoryLedger:
 
     def query(self, query: RequestQuery) -> RequestPage:
         with self._available():
-            found = [entry for entry in self._entries.values() if _matches(entry.stored, query)]
+            found = [entry for entry in self._entries.values() if matches(entry.stored, query)]
             found.sort(key=lambda entry: entry.place(query))
             if query.page_token:
                 last = _parse_page_token(query)
@@ -333,7 +333,8 @@ def _grown(entry: _Entry, first_index: int, token_ids: tuple[int, ...], record: 
     )
 
 
-def _matches(stored: StoredRequest, query: RequestQuery) -> bool:
+def matches(stored: StoredRequest, query: RequestQuery) -> bool:
+    """Whether all conditions of the query hold."""
     request = stored.request
     return (
         (not query.states or stored.state in query.states)
