@@ -7,6 +7,7 @@ read transaction seeing one snapshot. Must not know: tables.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable
 
 BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5
+WAL_RETRY_S = 0.01
 # A stopped scheduler must not hold its row locks for ever: PostgreSQL ends its transaction after this long.
 STALL_TIMEOUT_S = 10.0
 
@@ -99,7 +101,7 @@ def _sqlite(url: URL, durable: bool, begin: str) -> Engine:
         # The driver begins no transactions; `begin` below does.
         connection.isolation_level = None
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _switch_to_wal(connection)
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
                 raise
@@ -112,6 +114,19 @@ def _sqlite(url: URL, durable: bool, begin: str) -> Engine:
         connection.exec_driver_sql(begin)
 
     return engine
+
+
+def _switch_to_wal(connection: Any) -> None:
+    """SQLite does not wait for others here, whatever its busy timeout: of several that open a new file at once all but one fail."""
+    give_up = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(WAL_RETRY_S)
 
 
 def _postgresql(url: URL, durable: bool, stall_timeout_s: float, **options: Any) -> Engine:
