@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.records import Event
-from tokenmill_scheduler.desk import ExecutorStatus, Unavailable, UnknownExecutor
+from tokenmill_scheduler.desk import ExecutorStatus, UnknownExecutor
 from tokenmill_scheduler.ledger.port import Action, ActionPage, ActionQuery, ActionVerb, Hold, Ledger, LedgerUnavailable
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.reads import read_ledger
 
 LOOK_INTERVAL_S = 2.0
-RETRY_DELAY_S = 1.0
 # A hold's target: an executor's name, or the queue.
 QUEUE = ""
 
@@ -51,10 +51,7 @@ class Operators:
         return self._executor(name)
 
     async def actions(self, query: ActionQuery) -> ActionPage:
-        try:
-            return await asyncio.to_thread(self._ledger.actions, query)
-        except LedgerUnavailable as error:
-            raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error
+        return await read_ledger(self._ledger.actions, query)
 
     # ---- holds -----------------------------------------------------------------------------------------------------------------
 

@@ -37,9 +37,10 @@ from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.operators import Operators
+from tokenmill_scheduler.reads import RETRY_DELAY_S
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.retention import prune_for_ever
-from tokenmill_scheduler.service import RETRY_DELAY_S, Service
+from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.auth import AuthInterceptor
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
+from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.changes import changes_in_words, second_try
 from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
@@ -20,14 +19,12 @@ from tokenmill_scheduler.desk import (
     Cancellation,
     ExecutorStatus,
     Load,
-    QueueFull,
     RequestEnded,
     RequestExists,
     RequestNotFailed,
     RequestStatus,
     ServedModel,
     Submitted,
-    TenantLimit,
     Unavailable,
     UnknownRequest,
 )
@@ -37,37 +34,25 @@ from tokenmill_scheduler.ledger.port import (
     ActionVerb,
     Command,
     Lease,
-    LeaseLost,
     Ledger,
     LedgerConflict,
-    LedgerUnavailable,
     Outcome,
     RequestPage,
     RequestQuery,
     StoredOutput,
     StoredRequest,
     StoredTransition,
-    Submission,
     Verb,
 )
 from tokenmill_scheduler.live import LiveRequest
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.models import Models
+from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 from tokenmill_scheduler.relay import Relay
 from tokenmill_scheduler.streams import Feed, FeedReader, check_index
-from tokenmill_scheduler.tenants import TenantLimits, num_tokens
+from tokenmill_scheduler.tenants import TenantLimits
 
-T = TypeVar("T")
-RETRY_DELAY_S = 1.0
 ANNOUNCE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A submission on its way to disk."""
-
-    payload_digest: bytes
-    outcome: asyncio.Task[Outcome]
 
 
 class Service:
@@ -84,13 +69,11 @@ class Service:
         announce_s: float = ANNOUNCE_S,
     ) -> None:
         """`tenant_limits` gives those of a tenant as they are now. For `announce_s` see `Followers`."""
-        self._max_queue_len = max_queue_len
         self._loop = loop
         self._models = models
         self._ledger = ledger
         self._writer = writer
-        self._tenant_limits = tenant_limits
-        self._arriving: dict[str, _Arrival] = {}
+        self._arrivals = Arrivals(loop, ledger, writer, max_queue_len, tenant_limits)
         self._closed = False
         # Of this scheduler's lease: which requests are its own.
         self._lease: int | None = None
@@ -126,73 +109,10 @@ class Service:
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
         self.check_open()
-        outcome = await self._outcome(request, payload_digest)
+        outcome = await self._arrivals.take(request, payload_digest)
         if outcome is Outcome.CONFLICT:
             raise RequestExists(f"request {request.request_id} exists with another payload")
         return Submitted(request.request_id, joined=outcome is Outcome.JOINED)
-
-    async def _outcome(self, request: Request, payload_digest: bytes) -> Outcome:
-        """One write, and one look at most, however many submit under one id at a time."""
-        while (earlier := self._arriving.get(request.request_id)) is not None:
-            outcome = await asyncio.shield(earlier.outcome)
-            if earlier.payload_digest == payload_digest:
-                return Outcome.CONFLICT if outcome is Outcome.CONFLICT else Outcome.JOINED
-            if outcome is not Outcome.CONFLICT:
-                return Outcome.CONFLICT
-            # The earlier one was not what the ledger holds under this id; this one may be.
-            stored = await self._read(self._ledger.payload_digest, request.request_id)
-            if stored is not None:
-                return Outcome.JOINED if stored == payload_digest else Outcome.CONFLICT
-        return await asyncio.shield(self._arrive(request, payload_digest).outcome)
-
-    def _arrive(self, request: Request, payload_digest: bytes, *actions: Action) -> _Arrival:
-        """Raises QueueFull, TenantLimit."""
-        if self._loop.live.get(request.request_id) is None:
-            self._check_queue()
-            self._check_tenant(request)
-        # A task of its own: a request that is durable reaches the core whatever has become of its client's call.
-        arrival = _Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest), actions)))
-        # Who waits for it may be gone when it fails.
-        arrival.outcome.add_done_callback(lambda task: task.cancelled() or task.exception())
-        self._arriving[request.request_id] = arrival
-        self._loop.live.tenants.came(request)
-        return arrival
-
-    async def _write(self, submission: Submission, actions: Sequence[Action]) -> Outcome:
-        try:
-            outcome = await self._writer.submit(submission, *actions)
-            if outcome is Outcome.WRITTEN:
-                self._loop.accept(submission.request)
-        except LedgerUnavailable as error:
-            raise Unavailable("the database cannot be written for now", RETRY_DELAY_S) from error
-        except LeaseLost as error:
-            raise Unavailable(str(error), RETRY_DELAY_S) from error
-        finally:
-            # Once accepted it is counted as a live one.
-            self._loop.live.tenants.left(submission.request)
-            del self._arriving[submission.request.request_id]
-        return outcome
-
-    def _check_queue(self) -> None:
-        queued = self._loop.num_waiting + len(self._arriving)
-        if queued >= self._max_queue_len:
-            raise QueueFull(f"{queued} requests are queued, the most that --max-queue-len allows", RETRY_DELAY_S)
-
-    def _check_tenant(self, request: Request) -> None:
-        tenant, limits, usage = request.tenant, self._tenant_limits(request.tenant), self._loop.live.tenants.of(request.tenant)
-        if limits.max_requests is not None and usage.requests >= limits.max_requests:
-            raise TenantLimit(f"tenant {tenant} has {usage.requests} requests, the most that it may have", RETRY_DELAY_S)
-        most, tokens = limits.max_queued_tokens, num_tokens(request)
-        if most is not None and tokens > most:
-            words = f"the request may come to {tokens} tokens, more than the {most} that tenant {tenant} may have queued"
-            raise TenantLimit(f"{words}: ask for a lower max_tokens", retry_delay_s=None)
-        if most is not None and usage.queued_tokens + tokens > most:
-            words = f"tenant {tenant} has {usage.queued_tokens} tokens queued and may have {most}"
-            raise TenantLimit(f"{words}; the request may come to {tokens}", RETRY_DELAY_S)
-
-    async def _arrival_over(self, request_id: str) -> None:
-        if arrival := self._arriving.get(request_id):
-            await asyncio.wait([arrival.outcome])
 
     # ---- streams ---------------------------------------------------------------------------------------------------------------
 
@@ -202,7 +122,7 @@ class Service:
             reader = FeedReader(found.feed, next_index, partial(self._reader_left, request_id))
             self._loop.live.reader_came(request_id)
             return Attachment(found.request, tuple(found.feed.tokens[:next_index]), reader)
-        output = await self._read(self._ledger.output, request_id)
+        output = await read_ledger(self._ledger.output, request_id)
         if found.state not in TERMINAL:
             if self._loop.live.get(request_id) is not None:
                 # It was taken over while the ledger was read.
@@ -281,12 +201,12 @@ class Service:
         stored = await self._find(request_id)
         if stored.state is not State.FAILED:
             raise RequestNotFailed(f"request {request_id} is {stored.state}: only a failed one can be tried again")
-        digest = await self._read(self._ledger.payload_digest, request_id)
+        digest = await read_ledger(self._ledger.payload_digest, request_id)
         if digest is None:
             raise UnknownRequest(f"there is no request {request_id} any more")
         request = second_try(stored.request, new_request_id, self._loop.clock())
         actions = self._actions(actor, ActionVerb.RETRY, request_id, reason, f"as {new_request_id}")
-        await asyncio.shield(self._arrive(request, digest, *actions).outcome)
+        await asyncio.shield(self._arrivals.begin(request, digest, *actions).outcome)
 
     def _actions(self, actor: str, verb: ActionVerb, request_id: str, reason: str, detail: str = "") -> tuple[Action, ...]:
         """The record of what an operator does; none of what a client does."""
@@ -317,20 +237,20 @@ class Service:
     # ---- reads -----------------------------------------------------------------------------------------------------------------
 
     async def status(self, request_id: str) -> RequestStatus:
-        await self._arrival_over(request_id)
+        await self._arrivals.over(request_id)
         stored = await self._find(request_id)
         return RequestStatus(stored, self.wait_reason(stored))
 
     async def output(self, request_id: str) -> StoredOutput:
         await self._find(request_id)
-        return await self._read(self._ledger.output, request_id)
+        return await read_ledger(self._ledger.output, request_id)
 
     async def transitions(self, request_id: str) -> tuple[StoredTransition, ...]:
         await self._find(request_id)
-        return await self._read(self._ledger.transitions, request_id)
+        return await read_ledger(self._ledger.transitions, request_id)
 
     async def query(self, query: RequestQuery) -> RequestPage:
-        return await self._read(self._ledger.query, query)
+        return await read_ledger(self._ledger.query, query)
 
     def wait_reason(self, stored: StoredRequest) -> str:
         # A request that waits by the loop's word may still run by the ledger's; one answer must not say both.
@@ -348,7 +268,7 @@ class Service:
 
     async def _look_up(self, request_id: str) -> LiveRequest | StoredRequest:
         """The live request, or else the one from the ledger, ended or another scheduler's. Raises UnknownRequest."""
-        await self._arrival_over(request_id)
+        await self._arrivals.over(request_id)
         # It can end between the look at the live requests and that at the ledger, or arrive: then the second look finds it.
         for _ in range(2):
             if (live := self._loop.live.get(request_id)) is not None:
@@ -362,13 +282,7 @@ class Service:
         return Unavailable(f"request {request_id} is changing hands; ask again", RETRY_DELAY_S)
 
     async def _find(self, request_id: str) -> StoredRequest:
-        stored = await self._read(self._ledger.find, request_id)
+        stored = await read_ledger(self._ledger.find, request_id)
         if stored is None:
             raise UnknownRequest(f"there is no request {request_id}")
         return stored
-
-    async def _read(self, read: Callable[..., T], *arguments: object) -> T:
-        try:
-            return await asyncio.to_thread(read, *arguments)
-        except LedgerUnavailable as error:
-            raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error

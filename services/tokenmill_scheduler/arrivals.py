@@ -1,0 +1,110 @@
+"""Submissions on their way to disk and into the loop: one write an id, within the bounds of the queue and of tenants.
+
+Must not know: protobuf, SQL, streams, what becomes of a request that has been accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.desk import QueueFull, TenantLimit, Unavailable
+from tokenmill_scheduler.ledger.port import Action, LeaseLost, Ledger, LedgerUnavailable, Outcome, Submission
+from tokenmill_scheduler.loop import Loop, RecordWriter
+from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
+from tokenmill_scheduler.tenants import TenantLimits, num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A submission on its way to disk."""
+
+    payload_digest: bytes
+    outcome: asyncio.Task[Outcome]
+
+
+class Arrivals:
+    def __init__(
+        self,
+        loop: Loop,
+        ledger: Ledger,
+        writer: RecordWriter,
+        max_queue_len: int,
+        tenant_limits: Callable[[str], TenantLimits],
+    ) -> None:
+        """`tenant_limits` gives those of a tenant as they are now."""
+        self._loop = loop
+        self._ledger = ledger
+        self._writer = writer
+        self._max_queue_len = max_queue_len
+        self._tenant_limits = tenant_limits
+        self._arriving: dict[str, Arrival] = {}
+
+    async def take(self, request: Request, payload_digest: bytes) -> Outcome:
+        """One write, and one look at most, however many submit under one id at a time.
+
+        Returns once it is durable and the loop has it. Raises QueueFull, TenantLimit, Unavailable.
+        """
+        while (earlier := self._arriving.get(request.request_id)) is not None:
+            outcome = await asyncio.shield(earlier.outcome)
+            if earlier.payload_digest == payload_digest:
+                return Outcome.CONFLICT if outcome is Outcome.CONFLICT else Outcome.JOINED
+            if outcome is not Outcome.CONFLICT:
+                return Outcome.CONFLICT
+            # The earlier one was not what the ledger holds under this id; this one may be.
+            stored = await read_ledger(self._ledger.payload_digest, request.request_id)
+            if stored is not None:
+                return Outcome.JOINED if stored == payload_digest else Outcome.CONFLICT
+        return await asyncio.shield(self.begin(request, payload_digest).outcome)
+
+    def begin(self, request: Request, payload_digest: bytes, *actions: Action) -> Arrival:
+        """Puts it on its way, `actions` beside it. Raises QueueFull, TenantLimit."""
+        if self._loop.live.get(request.request_id) is None:
+            self._check_queue()
+            self._check_tenant(request)
+        # A task of its own: a request that is durable reaches the core whatever has become of its client's call.
+        arrival = Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest), actions)))
+        # Who waits for it may be gone when it fails.
+        arrival.outcome.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._arriving[request.request_id] = arrival
+        self._loop.live.tenants.came(request)
+        return arrival
+
+    async def _write(self, submission: Submission, actions: Sequence[Action]) -> Outcome:
+        try:
+            outcome = await self._writer.submit(submission, *actions)
+            if outcome is Outcome.WRITTEN:
+                self._loop.accept(submission.request)
+        except LedgerUnavailable as error:
+            raise Unavailable("the database cannot be written for now", RETRY_DELAY_S) from error
+        except LeaseLost as error:
+            raise Unavailable(str(error), RETRY_DELAY_S) from error
+        finally:
+            # Once accepted it is counted as a live one.
+            self._loop.live.tenants.left(submission.request)
+            del self._arriving[submission.request.request_id]
+        return outcome
+
+    def _check_queue(self) -> None:
+        queued = self._loop.num_waiting + len(self._arriving)
+        if queued >= self._max_queue_len:
+            raise QueueFull(f"{queued} requests are queued, the most that --max-queue-len allows", RETRY_DELAY_S)
+
+    def _check_tenant(self, request: Request) -> None:
+        tenant, limits, usage = request.tenant, self._tenant_limits(request.tenant), self._loop.live.tenants.of(request.tenant)
+        if limits.max_requests is not None and usage.requests >= limits.max_requests:
+            raise TenantLimit(f"tenant {tenant} has {usage.requests} requests, the most that it may have", RETRY_DELAY_S)
+        most, tokens = limits.max_queued_tokens, num_tokens(request)
+        if most is not None and tokens > most:
+            words = f"the request may come to {tokens} tokens, more than the {most} that tenant {tenant} may have queued"
+            raise TenantLimit(f"{words}: ask for a lower max_tokens", retry_delay_s=None)
+        if most is not None and usage.queued_tokens + tokens > most:
+            words = f"tenant {tenant} has {usage.queued_tokens} tokens queued and may have {most}"
+            raise TenantLimit(f"{words}; the request may come to {tokens}", RETRY_DELAY_S)
+
+    async def over(self, request_id: str) -> None:
+        """Returns once no submission under this id is on its way."""
+        if arrival := self._arriving.get(request_id):
+            await asyncio.wait([arrival.outcome])
