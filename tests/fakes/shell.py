@@ -27,6 +27,8 @@ from tokenmill_scheduler.wire import ExecutorFacts
 
 from tests.fakes.memory_ledger import MemoryLedger
 
+OnDurable = Callable[[list[Outcome]], None]
+
 MODEL = "played"
 BLOCK_SIZE = 4
 
@@ -58,13 +60,13 @@ class HeldWriter:
         # How many of the next commits the database refuses.
         self.refusals = 0
         self.outage: LedgerUnavailable | None = None
-        self._waiting: deque[tuple[Sequence[Record], Callable[[list[Outcome]], None] | None]] = deque()
+        self._waiting: deque[tuple[Sequence[Record], OnDurable | None]] = deque()
 
     @property
     def backlog(self) -> int:
         return sum(len(records) for records, _ in self._waiting)
 
-    def append(self, records: Sequence[Record], on_durable: Callable[[list[Outcome]], None] | None = None) -> None:
+    def append(self, records: Sequence[Record], on_durable: OnDurable | None = None) -> None:
         self._waiting.append((records, on_durable))
         if not self.hold:
             # Not before `append` returns: a commit is news from another thread.
@@ -77,16 +79,19 @@ class HeldWriter:
 
     def commit(self) -> None:
         """All that waits, in one transaction; while the database refuses, it waits on."""
+        for on_durable, outcomes in self.save():
+            if on_durable is not None:
+                on_durable(outcomes)
+
+    def save(self) -> list[tuple[OnDurable | None, list[Outcome]]]:
+        """As `commit`, but nobody is told: returns who would have been, and of what."""
         self.outage = LedgerUnavailable("the database takes no writes") if self.refusals else None
         if self.refusals:
             self.refusals -= 1
-            return
+            return []
         batch, self._waiting = list(self._waiting), deque()
         outcomes = iter(self.ledger.write([record for records, _ in batch for record in records], self.lease))
-        for records, on_durable in batch:
-            answers = [next(outcomes) for _ in records]
-            if on_durable is not None:
-                on_durable(answers)
+        return [(on_durable, [next(outcomes) for _ in records]) for records, on_durable in batch]
 
 
 @dataclass
