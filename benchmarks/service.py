@@ -6,7 +6,9 @@ The bare loop and the service serve the same burst (prompts of 10 to 100 tokens,
 requests a slot) with the same batch policy: every running sequence advances by a token, and waiting prompts take the slots and
 the token budget that are left. In the service, executor, scheduler and client are three processes, the ledger is SQLite, durable
 against a power cut. The executor's idle share is what it reports itself: waiting for a plan while work waited. Both runs must
-produce the same tokens. Bare and service take turns; the table has medians. Writes it to benchmarks/results/.
+produce the same tokens. Bare and service take turns; the table has medians. Beside them the CPU time that a step costs in each
+process, by the event loop's thread and all others: on a CPU the forward pass wants every core, so what the rest uses is its loss.
+Writes it to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,12 +36,14 @@ from tokenmill_executor.runner import SamplingParams as RunnerSampling
 from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
+from benchmarks.cpu_time import CpuTime
 from tests.fakes.calls import Caller, Stream
 from tests.fakes.processes import Processes, wait_serving
 
 RESULTS = Path(__file__).parent / "results"
 TOKEN_BUDGET = 512
 REQUESTS_PER_SLOT = 2.5
+PROCESSES = ("executor", "scheduler", "client")
 # The cost model of a small model on a CPU.
 SIMULATED = ["--simulated-step-ms", "20", "--simulated-prefill-token-us", "100", "--simulated-decode-token-us", "50"]
 
@@ -53,12 +57,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """`idle_share`: of the wall time, what the executor waited for a plan while work waited."""
+    """`idle_share`: of the wall time, what the executor waited for a plan while work waited. `cpu`: by process."""
 
     tokens_per_s: float
     outputs: list[list[int]]
     idle_share: float = 0.0
     steps: int = 0
+    cpu: Mapping[str, CpuTime] = field(default_factory=dict)
 
 
 def workload(slots: int) -> list[Job]:
@@ -88,6 +93,10 @@ class BareLoop:
             self._take(self._engine.carry_out(self._plan()))
         return self._outputs
 
+    @property
+    def steps(self) -> int:
+        return self._plans
+
     def _plan(self) -> Plan:
         admissions: list[Admission] = []
         # Those that decode come first; what is left of the budget goes to prompts, in order.
@@ -116,25 +125,30 @@ class BareLoop:
 
 
 def run_bare(engine: Engine, jobs: Sequence[Job], slots: int) -> Run:
+    loop = BareLoop(engine, jobs, slots)
+    before = CpuTime.of(os.getpid())
     start_s = time.perf_counter()
-    outputs = BareLoop(engine, jobs, slots).run()
-    return Run(sum(map(len, outputs)) / (time.perf_counter() - start_s), outputs)
+    outputs = loop.run()
+    wall_s = time.perf_counter() - start_s
+    return Run(sum(map(len, outputs)) / wall_s, outputs, steps=loop.steps, cpu={"bare": CpuTime.of(os.getpid()).since(before)})
 
 
 # ---- service -------------------------------------------------------------------------------------------------------------------
 
 
-async def run_service(address: str, jobs: Sequence[Job]) -> Run:
+async def run_service(address: str, jobs: Sequence[Job], pids: Mapping[str, int]) -> Run:
     async with Caller(address) as caller:
         before = await _executor(caller)
+        cpu_before = {name: CpuTime.of(pid) for name, pid in pids.items()}
         start_s = time.perf_counter()
         streams = await asyncio.gather(*[_generate(caller, job) for job in jobs])
         wall_s = time.perf_counter() - start_s
+        cpu = {name: CpuTime.of(pid).since(cpu_before[name]) for name, pid in pids.items()}
         after = await _executor(caller)
     assert after.epoch == before.epoch, "the executor was lost in the middle of the run"
     outputs = [stream.tokens for stream in streams]
     idle_s = _idle_s(after) - _idle_s(before)
-    return Run(sum(map(len, outputs)) / wall_s, outputs, idle_s / wall_s, after.steps - before.steps)
+    return Run(sum(map(len, outputs)) / wall_s, outputs, idle_s / wall_s, after.steps - before.steps, cpu)
 
 
 async def _generate(caller: Caller, job: Job) -> Stream:
@@ -166,6 +180,21 @@ class Compared:
         idle = statistics.median(run.idle_share for run in self.service)
         return f"| {self.slots} | {bare:,.0f} | {service:,.0f} | {ratio:.1%} | {idle:.2%} | {self.service[0].steps} |"
 
+    def cpu_row(self) -> str:
+        """Milliseconds a step."""
+        cells = [f"{self._cpu_ms(self.bare, 'bare').total:.2f}"]
+        for process in PROCESSES:
+            spent = self._cpu_ms(self.service, process)
+            cells.append(f"{spent.main:.2f} + {spent.others:.2f}")
+        around = sum(self._cpu_ms(self.service, process).total for process in PROCESSES) - self._cpu_ms(self.bare, "bare").total
+        return f"| {self.slots} | {' | '.join(cells)} | {around:.2f} |"
+
+    def _cpu_ms(self, runs: Sequence[Run], process: str) -> CpuTime:
+        def median(thread: str) -> float:
+            return statistics.median(getattr(run.cpu[process], thread) / run.steps for run in runs) * 1e3
+
+        return CpuTime(median("main"), median("others"))
+
 
 def compare(slots: int, repeat: int, executor_flags: Sequence[str]) -> Compared:
     jobs = workload(slots)
@@ -174,11 +203,13 @@ def compare(slots: int, repeat: int, executor_flags: Sequence[str]) -> Compared:
     with Processes() as processes:
         executor = processes.executor(*executor_flags)
         flags = ("--max-num-seqs", str(slots), "--max-num-batched-tokens", str(TOKEN_BUDGET))
-        address = processes.scheduler(executor.address, flags=flags).address
+        scheduler = processes.scheduler(executor.address, flags=flags)
+        address = scheduler.address
+        pids = dict(zip(PROCESSES, (executor.pid, scheduler.pid, os.getpid()), strict=True))
         asyncio.run(wait_serving(address))
         for _ in range(repeat):
             bare.append(run_bare(engine, jobs, slots))
-            service.append(asyncio.run(run_service(address, jobs)))
+            service.append(asyncio.run(run_service(address, jobs, pids)))
             assert service[-1].outputs == bare[-1].outputs, "the service's tokens are not those of the bare loop"
     return Compared(slots, bare, service)
 
@@ -194,6 +225,12 @@ def table(model: str, compared: Sequence[Compared], repeat: int) -> str:
             "| slots | bare tokens/s | service tokens/s | service / bare (bar ≥ 95 %) | executor idle (bar ≤ 2 %) | steps |",
             "|---|---|---|---|---|---|",
             *[one.row() for one in compared],
+            "",
+            "CPU milliseconds a step, event loop + other threads; the last column is all that is around the bare executor.",
+            "",
+            f"| slots | bare | {' | '.join(PROCESSES)} | around |",
+            "|---|---|---|---|---|---|",
+            *[one.cpu_row() for one in compared],
             "",
         ]
     )
