@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from tokenmill_scheduler.core.records import Blocks
+
+
+class Preemption(StrEnum):
+    """What a running request is put back into the queue for."""
+
+    OUT_OF_BLOCKS = "out_of_blocks"
+    # The executor had no block although the forecast said there was one.
+    NO_BLOCKS = "no_blocks"
+    DISPLACED = "displaced"
+    EXECUTOR_LOST = "executor_lost"
+    EXECUTOR_DRAINED = "executor_drained"
 
 
 @dataclass(slots=True)
 class Counters:
     """Counted since the scheduler began.
 
-    - preemptions: running requests put back into the queue, whether for blocks, priority, or an executor lost or drained.
+    - preemptions: running requests put back into the queue, whether for blocks, priority, or an executor lost or drained;
+      preempted: the same by what for.
     - steps: plans answered. occupancy_sum: over them, sequences advanced / slots; divided by steps it is the mean batch occupancy.
     - prompt_tokens: of requests at their first admission. output_tokens: kept, overshoot not among them.
     - stale_results: results, and sequences' parts of results, that answered for something no longer wanted.
@@ -21,6 +35,7 @@ class Counters:
     """
 
     preemptions: int = 0
+    preempted: Counter[Preemption] = field(default_factory=Counter)
     steps: int = 0
     occupancy_sum: float = 0.0
     prompt_tokens: int = 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.batching import Batching
+from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
 from tokenmill_scheduler.core.lineup import Lineup
 from tokenmill_scheduler.core.live import RESOURCE_EXHAUSTED, Ending, LiveRequest
@@ -92,7 +93,7 @@ class Planner:
         elif shortage > executor.blocks_returning:
             victim = self._last_in_order(executor)
             assert victim is not None, "those in need can be given up themselves"
-            self._roster.preempt(victim, now_s, _OUT_OF_BLOCKS)
+            self._roster.preempt(victim, now_s, Preemption.OUT_OF_BLOCKS, _OUT_OF_BLOCKS)
 
     def _outgrow(self, executor: ExecutorState, sequence: Sequence, now_s: float) -> None:
         """A request alone outgrows the pool (C18): it moves to a larger executor, or fails with all tokens of the plans out."""
@@ -101,7 +102,7 @@ class Planner:
         if sequence.plans_out:
             return
         if self._room.can_be_held(live):
-            self._roster.preempt(sequence, now_s, _OUT_OF_BLOCKS)
+            self._roster.preempt(sequence, now_s, Preemption.OUT_OF_BLOCKS, _OUT_OF_BLOCKS)
         else:
             self._roster.end(live, _too_long(live), now_s)
 
@@ -157,9 +158,9 @@ class Planner:
                     return
                 if need > blocks:
                     if self._blocks_can_be_had(live, need - blocks, executor):
-                        self._roster.preempt(victim, now_s, _DISPLACED)
+                        self._roster.preempt(victim, now_s, Preemption.DISPLACED, _DISPLACED)
                     return
-                self._roster.preempt(victim, now_s, _DISPLACED)
+                self._roster.preempt(victim, now_s, Preemption.DISPLACED, _DISPLACED)
             else:
                 slots -= 1
             if live.suspect_until:

@@ -11,6 +11,7 @@ from itertools import accumulate
 from operator import add
 
 from tokenmill_scheduler.core import quarantine
+from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
 from tokenmill_scheduler.core.live import INTERNAL, RESOURCE_EXHAUSTED, Ending, LiveRequest
 from tokenmill_scheduler.core.records import Fault, Result, SequenceFault, SequenceFinish, TextStop, TokenLogprobs, TokensGenerated
@@ -165,7 +166,7 @@ class _Reading:
         else:
             self._roster.counters.no_blocks += 1
             if live.state in RUNNING:
-                self._roster.preempt(change.sequence, self._now_s, _NO_BLOCKS)
+                self._roster.preempt(change.sequence, self._now_s, Preemption.NO_BLOCKS, _NO_BLOCKS)
 
 
 def _ending(finish: int, fault: Fault | None, stop: TextStop | None) -> Ending | None:

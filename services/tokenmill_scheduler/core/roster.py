@@ -7,7 +7,7 @@ sequence and effects cannot disagree. Must not know: policies' choices, plans, h
 from __future__ import annotations
 
 from tokenmill_scheduler.core.alarms import Alarms
-from tokenmill_scheduler.core.counters import Counters
+from tokenmill_scheduler.core.counters import Counters, Preemption
 from tokenmill_scheduler.core.executor import ExecutorState, unbind
 from tokenmill_scheduler.core.live import Ending, LiveRequest
 from tokenmill_scheduler.core.policy import Policy
@@ -83,13 +83,13 @@ class Roster:
             self.watch_deadline(live)
         return sequence
 
-    def preempt(self, sequence: Sequence, now_s: float, reason: str) -> None:
+    def preempt(self, sequence: Sequence, now_s: float, cause: Preemption, reason: str) -> None:
         """Gives up a running sequence's blocks and keeps its tokens, those of plans still out among them."""
         assert sequence.live is not None
         executor = self.executors[sequence.executor]
         executor.release(sequence)
         executor.batch_room += 1
-        self._back_to_queue(sequence.live, executor.name, now_s, reason)
+        self._back_to_queue(sequence.live, executor.name, now_s, cause, reason)
         if sequence.plans_out == 0:
             unbind(sequence)
 
@@ -99,12 +99,12 @@ class Roster:
             live = sequence.live
             unbind(sequence)
             if live is not None and live.state not in QUEUED:
-                self._back_to_queue(live, executor.name, now_s, reason)
+                self._back_to_queue(live, executor.name, now_s, Preemption.EXECUTOR_LOST, reason)
 
     def drain(self, executor: ExecutorState, now_s: float, reason: str) -> None:
         """What runs on an executor is queued again, but for what ends with the plans that are out."""
         for sequence in [s for s in executor.running.values() if not s.exhausted]:
-            self.preempt(sequence, now_s, reason)
+            self.preempt(sequence, now_s, Preemption.EXECUTOR_DRAINED, reason)
         executor.batch_room = 0
 
     def recover(self, live: LiveRequest, now_s: float, reason: str) -> None:
@@ -130,7 +130,8 @@ class Roster:
         del self.requests[live.request_id]
         self.deadlines.discard(live.request_id)
 
-    def _back_to_queue(self, live: LiveRequest, executor: str, now_s: float, reason: str) -> None:
+    def _back_to_queue(self, live: LiveRequest, executor: str, now_s: float, cause: Preemption, reason: str) -> None:
         self.counters.preemptions += 1
+        self.counters.preempted[cause] += 1
         self.effects.append(live.move(State.PREEMPTED, now_s, reason, executor))
         self.enqueue(live)
