@@ -50,6 +50,11 @@ class LiveRequests:
     def get(self, request_id: str) -> LiveRequest | None:
         return self._by_id.get(request_id)
 
+    def runs(self, request_id: str) -> bool:
+        """Whether there is such a request and it has not ended."""
+        live = self._by_id.get(request_id)
+        return live is not None and live.state not in TERMINAL
+
     def add(self, live: LiveRequest, now_s: float) -> None:
         request_id = live.request.request_id
         before = self._by_id.get(request_id)

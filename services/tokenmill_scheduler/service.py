@@ -155,7 +155,7 @@ class Service:
             self._loop.handle(core.Cancelled(request_id, reason), *actions)
             await self._durable()
             return Cancellation(found.state, already_ended=False)
-        after = await self._ask(found, Verb.CANCEL, actions, reason=reason)
+        after = await self._ask(found, Verb.CANCEL, reason, actor)
         return Cancellation(after.state, already_ended=after.state is not State.CANCELLED)
 
     async def update(
@@ -170,7 +170,7 @@ class Service:
                 self._loop.handle(core.Updated(request_id, priority, deadline_s), *actions)
                 await self._durable()
                 return await self.status(request_id)
-            found = await self._ask(found, Verb.UPDATE, actions, priority=priority, deadline_s=deadline_s)
+            found = await self._ask(found, Verb.UPDATE, reason, actor, priority, deadline_s, detail)
         if found.state in TERMINAL:
             raise RequestEnded(f"request {request_id} has ended: {found.state}")
         return await self.status(request_id)
@@ -179,21 +179,24 @@ class Service:
         self,
         stored: StoredRequest,
         verb: Verb,
-        actions: Sequence[Action],
-        reason: str = "",
+        reason: str,
+        actor: str,
         priority: int | None = None,
         deadline_s: float | None = None,
+        detail: str = "",
     ) -> StoredRequest:
-        """Has the scheduler that has it change the request, which is returned. Raises Unavailable when it has changed hands."""
+        """Has the scheduler that has it change the request, which is returned. Raises Unavailable when it has changed hands.
+
+        The action is recorded there, with the change: also when this one's caller has gone meanwhile.
+        """
         if stored.lease is None or not stored.scheduler:
             raise self._changing(stored.request.request_id)
-        await self.relay.ask(Command(stored.lease, stored.request.request_id, verb, reason, priority, deadline_s))
+        await self.relay.ask(
+            Command(stored.lease, stored.request.request_id, verb, reason, priority, deadline_s, actor, detail)
+        )
         after = await self._find(stored.request.request_id)
         if after.state not in TERMINAL and after.lease != stored.lease:
             raise self._changing(stored.request.request_id)
-        for action in actions:
-            self._loop.record(action)
-        await self._durable()
         return after
 
     async def retry(self, request_id: str, new_request_id: str, reason: str, actor: str) -> None:
@@ -216,11 +219,16 @@ class Service:
         """What other schedulers ask of this one; of requests that have ended, nothing. Raises Unavailable."""
         self.check_open()
         for command in commands:
+            request_id, reason = command.request_id, command.reason
+            # A command that comes twice finds its request as it left it, and an ended one is not cancelled again.
+            actor = command.actor if self._loop.live.runs(request_id) else ""
             match command.verb:
                 case Verb.CANCEL:
-                    self._loop.handle(core.Cancelled(command.request_id, command.reason))
+                    actions = self._actions(actor, ActionVerb.CANCEL, request_id, reason)
+                    self._loop.handle(core.Cancelled(request_id, reason), *actions)
                 case Verb.UPDATE:
-                    self._loop.handle(core.Updated(command.request_id, command.priority, command.deadline_s))
+                    actions = self._actions(actor, ActionVerb.UPDATE, request_id, reason, command.detail)
+                    self._loop.handle(core.Updated(request_id, command.priority, command.deadline_s), *actions)
                 case Verb.READ:
                     self._loop.live.read_elsewhere(command.request_id, self._loop.clock())
                 case Verb.LEAVE:

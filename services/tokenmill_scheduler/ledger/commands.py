@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, Row, delete, insert, select
 
 from tokenmill_scheduler.ledger.codec import clean
 from tokenmill_scheduler.ledger.port import Command, Lease, Verb
@@ -21,13 +22,16 @@ def pending(connection: Connection, numbers: Sequence[int]) -> frozenset[int]:
 
 def received(connection: Connection, lease: Lease) -> tuple[tuple[int, Command], ...]:
     rows = connection.execute(select(commands).where(commands.c.lease == lease.number).order_by(commands.c.number))
-    return tuple(
-        (row.number, Command(row.lease, row.request_id, Verb(row.verb), row.reason, row.priority, row.deadline_s)) for row in rows
-    )
+    return tuple((row.number, _command(row)) for row in rows)
 
 
 def settle(connection: Connection, numbers: Sequence[int]) -> None:
     connection.execute(delete(commands).where(commands.c.number.in_(numbers)))
+
+
+def _command(row: Row[Any]) -> Command:
+    verb = Verb(row.verb)
+    return Command(row.lease, row.request_id, verb, row.reason, row.priority, row.deadline_s, row.actor, row.detail)
 
 
 def _row(command: Command) -> dict[str, object]:
@@ -38,4 +42,6 @@ def _row(command: Command) -> dict[str, object]:
         "reason": clean(command.reason),
         "priority": command.priority,
         "deadline_s": command.deadline_s,
+        "actor": clean(command.actor),
+        "detail": clean(command.detail),
     }

@@ -69,7 +69,10 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What one scheduler asks the one that has the request, whose lease is `lease`, to do with it. None leaves a value as it is."""
+    """What one scheduler asks the one that has the request, whose lease is `lease`, to do with it. None leaves a value as it is.
+
+    `actor` and `detail` are those of the Action to be recorded with it, when an operator asks.
+    """
 
     lease: int
     request_id: str
@@ -77,6 +80,8 @@ class Command:
     reason: str = ""
     priority: int | None = None
     deadline_s: float | None = None
+    actor: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

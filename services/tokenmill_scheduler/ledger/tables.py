@@ -162,6 +162,9 @@ commands = Table(
     Column("reason", Text, nullable=False),
     Column("priority", Integer),
     Column("deadline_s", Double),
+    # Of the action to be recorded with it; empty when no operator asks.
+    Column("actor", Text, nullable=False),
+    Column("detail", Text, nullable=False),
     Index("ix_commands_lease", "lease", "number"),
     sqlite_autoincrement=True,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.desk import Cancellation, Chunk, ChunkStream, Ended, IndexAhead, RequestEnded, Unavailable
-from tokenmill_scheduler.ledger.port import Lease
+from tokenmill_scheduler.ledger.port import ActionQuery, ActionVerb, Lease
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.calls import eventually
@@ -226,3 +226,16 @@ async def test_at_shutdown_streams_of_others_requests_say_attach_again(mine: She
         await anext(away.chunks)
     await away.chunks.aclose()
     assert (await mine.service.status("a")).stored.state is State.WAITING
+
+
+async def test_what_an_operator_did_elsewhere_is_recorded_though_its_caller_has_gone(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.join()
+    await mine.submit(request("a", max_tokens=9))
+    asking = asyncio.create_task(other.service.cancel("a", "not needed", actor="ann"))
+    await until(lambda: bool(pair.ledger.received(pair.leases["mine"])) or state_of(pair, "a") is State.CANCELLED)
+    asking.cancel()
+    await until(lambda: state_of(pair, "a") is State.CANCELLED)
+    recorded = pair.ledger.actions(ActionQuery()).actions
+    assert [(action.actor, action.verb, action.target, action.reason) for action in recorded] == [
+        ("ann", ActionVerb.CANCEL, "a", "not needed")
+    ]
