@@ -232,7 +232,9 @@ async def test_what_an_operator_did_elsewhere_is_recorded_though_its_caller_has_
     await mine.join()
     await mine.submit(request("a", max_tokens=9))
     asking = asyncio.create_task(other.service.cancel("a", "not needed", actor="ann"))
-    await until(lambda: bool(pair.ledger.received(pair.leases["mine"])) or state_of(pair, "a") is State.CANCELLED)
+    sent = pair.leases["mine"]
+    await until(lambda: bool(pair.ledger.received(sent)) or state_of(pair, "a") is State.CANCELLED)
+    pair.kill("other")
     asking.cancel()
     await until(lambda: state_of(pair, "a") is State.CANCELLED)
     recorded = pair.ledger.actions(ActionQuery()).actions
