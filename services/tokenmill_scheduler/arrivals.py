@@ -16,6 +16,9 @@ from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 from tokenmill_scheduler.tenants import TenantLimits, num_tokens
 
+# A submission that takes longer looks whether the database is away.
+OUTAGE_LOOK_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -48,7 +51,7 @@ class Arrivals:
         Returns once it is durable and the loop has it. Raises QueueFull, TenantLimit, Unavailable.
         """
         while (earlier := self._arriving.get(request.request_id)) is not None:
-            outcome = await asyncio.shield(earlier.outcome)
+            outcome = await self._outcome(earlier)
             if earlier.payload_digest == payload_digest:
                 return Outcome.CONFLICT if outcome is Outcome.CONFLICT else Outcome.JOINED
             if outcome is not Outcome.CONFLICT:
@@ -57,7 +60,15 @@ class Arrivals:
             stored = await read_ledger(self._ledger.payload_digest, request.request_id)
             if stored is not None:
                 return Outcome.JOINED if stored == payload_digest else Outcome.CONFLICT
-        return await asyncio.shield(self.begin(request, payload_digest).outcome)
+        return await self._outcome(self.begin(request, payload_digest))
+
+    async def _outcome(self, arrival: Arrival) -> Outcome:
+        """Raises Unavailable when the database goes away meanwhile: the submission goes on, and may be asked for by its id."""
+        while not arrival.outcome.done():
+            await asyncio.wait([arrival.outcome], timeout=OUTAGE_LOOK_S)
+            if self._writer.outage is not None and not arrival.outcome.done():
+                raise Unavailable("the database cannot be written for now; submit again under the same id", RETRY_DELAY_S)
+        return arrival.outcome.result()
 
     def begin(self, request: Request, payload_digest: bytes, *actions: Action) -> Arrival:
         """Puts it on its way, `actions` beside it. Raises QueueFull, TenantLimit."""

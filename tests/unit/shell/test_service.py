@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tokenmill_scheduler import arrivals
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import (
@@ -126,6 +127,23 @@ async def test_no_submit_while_the_ledger_is_away_or_the_door_is_closed(shell: S
     shell.service.close()
     with pytest.raises(Unavailable, match="shutting down"):
         await shell.submit(request("a"))
+
+
+async def test_c73_a_submit_under_way_when_the_ledger_goes_away_is_refused_and_can_be_joined_later(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "OUTAGE_LOOK_S", 0.001)
+    shell.writer.hold = True
+    submitting = asyncio.create_task(shell.service.submit(request("a"), b"d"))
+    await settle()
+    shell.writer.refusals = 1
+    shell.writer.commit()
+    with pytest.raises(Unavailable, match="under the same id"):
+        await submitting
+    shell.writer.commit()
+    await settle()
+    shell.writer.hold = False
+    assert (await shell.submit(request("a"))).joined
 
 
 # ---- commit, then tell ---------------------------------------------------------------------------------------------------------
