@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence as SequenceOf
 
+from tokenmill_service.event_loop import loop_factory
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.logs import configure_logs
 
@@ -18,7 +19,8 @@ def main(argv: SequenceOf[str]) -> int:
     try:
         settings = settings_from_process(argv)
         configure_logs(settings.log_format, settings.log_level)
-        return asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(serve(settings))
     except SettingsError as error:
         print(f"tokenmill_executor: {error}", file=sys.stderr)
         return 2

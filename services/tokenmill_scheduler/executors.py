@@ -6,6 +6,7 @@ Must not know: requests, protobuf.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -114,7 +115,7 @@ class Executors:
 
     def joined(self, link: ExecutorLink, facts: ExecutorFacts, epoch: int, standing: Standing) -> None:
         depth = min(PIPELINE_DEPTH, facts.description.pipeline_depth)
-        pacer = Pacer(depth, joined_s=asyncio.get_running_loop().time())
+        pacer = Pacer(depth, joined_s=time.monotonic())
         drive = Drive(link, facts, epoch, pacer, standing.blocks, joined_s=self._loop.clock(), stored=standing.stored)
         self._drives[link] = drive
         self._log.info(

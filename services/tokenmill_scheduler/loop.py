@@ -37,6 +37,8 @@ from tokenmill_scheduler.text.model import TextModel
 TICK_S = 0.1
 # A wake-up that has passed already but waits for an executor is not looked at in a busy loop.
 MIN_WAKEUP_S = 0.005
+# Event loops keep time in milliseconds, and uvloop's short timers end at once: what is due sooner than this is due now.
+TIMER_TICK_S = 0.001
 
 
 class RecordWriter(Protocol):
@@ -99,7 +101,8 @@ class Loop:
         self._was_saturated = False
         self._result_seen = asyncio.Event()
         self._last_commit: asyncio.Future[None] | None = None
-        self._log = structlog.get_logger(__name__)
+        # Bound here once: an unbound one is bound anew at each call, even of a level that is off.
+        self._log = structlog.get_logger(__name__).bind()
 
     # ---- requests --------------------------------------------------------------------------------------------------------------
 
@@ -304,12 +307,12 @@ class Loop:
         if (wait_s := self._until_wakeup()) is not None:
             times_s.append(_now() + max(wait_s, MIN_WAKEUP_S))
         if times_s:
-            self._set_pump(asyncio.get_running_loop().call_at(min(times_s), self._pump))
+            self._set_pump(asyncio.get_running_loop().call_later(min(times_s) - _now(), self._pump))
 
     def _plan(self, drive: Drive) -> float | None:
         """Issues what is due at this executor; returns when to ask again, None if only an event can change that."""
         while drive.connected and (due_s := drive.pacer.due_s(now_s := _now())) is not None:
-            if due_s > now_s:
+            if due_s > now_s + TIMER_TICK_S:
                 return due_s
             if not self._apply(core.PlanDue(drive.name)):
                 drive.pacer.declined()
@@ -322,4 +325,5 @@ class Loop:
 
 
 def _now() -> float:
-    return asyncio.get_running_loop().time()
+    # Not the event loop's, which may be that of the start of its turn, and in whole milliseconds.
+    return time.monotonic()
