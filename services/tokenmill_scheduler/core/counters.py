@@ -31,6 +31,8 @@ class Counters:
     - stale_results: results, and sequences' parts of results, that answered for something no longer wanted.
     - prefix_cache_queries: known tokens of sequences at their first step, where prefixes are cached. prefix_cache_hits: those of
       them that were there.
+    - recomputed_tokens: that had been computed before a preemption and, at the first step after it, were to be computed again.
+    - overload_changes: from one stage of overload to the next, up or down.
     - no_blocks: sequences an executor had no block for although the forecast said there was one.
     """
 
@@ -42,6 +44,8 @@ class Counters:
     output_tokens: int = 0
     stale_results: int = 0
     no_blocks: int = 0
+    recomputed_tokens: int = 0
+    overload_changes: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
 

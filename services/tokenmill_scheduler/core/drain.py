@@ -1,4 +1,4 @@
-"""How fast a queue empties: requests and tokens that leave it per second, of late. Must not know: why they leave, what time it is."""
+"""How fast a queue empties: requests and tokens that leave it per second, of late. Must not know: why they leave, the time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How long outputs turn out, learnt from those that ended by themselves: what a request will probably make, whatever it asks for.
 
-Clients set max_tokens carelessly, so it says little. Kept is a window of the latest outputs of each tenant at each model, and of all
-tenants at each model for those not seen before; asked is a quantile of it. Must not know: requests, queues, blocks.
+Clients set max_tokens carelessly, so it says little. Kept is a window of the latest outputs of each tenant at each model, and of
+all tenants at each model for those not seen before; asked is a quantile of it. Must not know: requests, queues, blocks.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
     stage 2  the batch lane pauses: what runs of it goes on, nothing of it is admitted
     stage 3  the standard lane is refused at submit; real-time requests are still taken
 
-A stage is entered when a signal has been above its high mark for `hold_s`, and left when all that can bring it about have been below
-their low marks for `recovery_s`, one stage at a time, each counted from the last change: so it changes at most once in the shorter
-of the two. Between the marks nothing changes. What is only foreseen (blocks, tokens against their rate) holds back batch work;
-clients are refused for a delay that is really there. Must not know: requests, executors, what time it is.
+A stage is entered when a signal has been above its high mark for `hold_s`, and left when all that can bring it about have been
+below their low marks for `recovery_s`, one stage at a time, each counted from the last change: so it changes at most once in the
+shorter of the two. Between the marks nothing changes. What is only foreseen (blocks, tokens against their rate) holds back batch
+work; clients are refused for a delay that is really there. Must not know: requests, executors, what time it is.
 """
 
 from __future__ import annotations

@@ -177,25 +177,18 @@ def _level(usage: _Usage, rate: int, now_s: float) -> float:
 
 
 class QuotaCheck:
-    """One plan's look at the quotas: a tenant found over one is passed over in the rest of it, so that nobody of it runs sooner than
-    who was before it, and so that it costs one look whatever it has queued."""
+    """One plan's look at the quotas. A tenant found over one is to be passed over in the rest of the plan: nobody of it runs sooner
+    than who was before it, and it costs one look whatever it has queued."""
 
     def __init__(self, quotas: Quotas, now_s: float) -> None:
         self._quotas = quotas
         self._now_s = now_s
-        # For membership only.
-        self._over: set[str] = set()
         self._promised: dict[str, tuple[int, int]] = {}
-
-    def is_over(self, tenant: str) -> bool:
-        """Whether it has been found so."""
-        return tenant in self._over
 
     def admits(self, tenant: str, num_seqs: int, most_blocks: int) -> bool:
         """Whether so many more sequences, of so many blocks in all, are within its quota, beside what it was promised."""
         seqs, blocks = self._promised.get(tenant, (0, 0))
         if self._quotas.over(tenant, seqs + num_seqs, blocks + most_blocks, self._now_s):
-            self._over.add(tenant)
             self._quotas.passed_over(tenant, self._now_s)
             return False
         return True

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, State
 
 # ---- the plan protocol ---------------------------------------------------------------------------------------------------------
@@ -242,6 +243,14 @@ class ExecutorUndrained:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotasChanged:
+    """What tenants may use of the engine from now on; `default` is for those that `tenants` does not name."""
+
+    default: Quota
+    tenants: Mapping[str, Quota] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanDue:
     """The shell has room for one more plan at this executor now; answered with at most one PlanIssued."""
 
@@ -265,6 +274,7 @@ Event = (
     | ExecutorUndrained
     | QueuePaused
     | QueueResumed
+    | QuotasChanged
     | PlanDue
     | Tick
 )
@@ -311,4 +321,14 @@ class PlanIssued:
     plan: Plan
 
 
-Effect = Transitioned | TokensGenerated | Updated | PlanIssued
+@dataclass(frozen=True, slots=True)
+class OverloadChanged:
+    """More or less work is held back from now on (see `overload.py`); `why` is empty when it is none. To be told, not recorded."""
+
+    before: int
+    after: int
+    why: str
+    at_s: float
+
+
+Effect = Transitioned | TokensGenerated | Updated | PlanIssued | OverloadChanged
