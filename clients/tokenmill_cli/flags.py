@@ -14,7 +14,7 @@ from tokenmill_cli.processes import check_installed
 # `serve all` sets these itself.
 _OWN = frozenset({"--port-file", "--executor", "--help"})
 # Of these the one that clients meet is meant; the executor listens on this machine alone.
-_SCHEDULERS = frozenset({"--listen", "--tls-cert", "--tls-key", "--tls-client-ca"})
+_SCHEDULERS = frozenset({"--listen", "--metrics-address", "--tls-cert", "--tls-key", "--tls-client-ca"})
 
 
 def route(flags: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ import structlog
 from tokenmill_executor.batch import Advance, build_batch
 from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.prefix import PrefixHasher
-from tokenmill_executor.records import Admission, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
+from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
 from tokenmill_executor.runner import DeviceLost, Runner, SampledLogprobs, StepOutput
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
 
@@ -110,6 +110,15 @@ class Engine:
         self.check()
         self._pool.index.tell_all()
         return Standing(self._pool.counts(), self._pool.index.take_changes())
+
+    @property
+    def blocks(self) -> Blocks:
+        return self._pool.counts()
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Cached blocks taken for other use, so far. May be asked on any thread."""
+        return self._pool.index.evictions
 
     def check(self) -> None:
         """Raises AssertionError unless blocks and references agree with the sequences. O(blocks): for tests and idle times."""

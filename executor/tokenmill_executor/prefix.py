@@ -75,7 +75,7 @@ def short_hash(digest: bytes) -> int:
 class PrefixIndex:
     """From digest to block, and an LRU of the indexed blocks that nobody references.
 
-    Changes gather until `take_changes`.
+    Changes gather until `take_changes`. `evictions` counts blocks that were forgotten for other use.
     """
 
     def __init__(self) -> None:
@@ -84,6 +84,7 @@ class PrefixIndex:
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
         self._stored: dict[int, int] = {}
         self._dropped: list[int] = []
+        self.evictions = 0
 
     def __contains__(self, block: int) -> bool:
         return block in self._digests
@@ -122,6 +123,7 @@ class PrefixIndex:
     def evict(self) -> int:
         """Forgets the block that has been unreferenced longest, and returns it for other use."""
         block, _ = self._unreferenced.popitem(last=False)
+        self.evictions += 1
         digest, _ = self._digests.pop(block)
         del self._blocks[digest]
         told = short_hash(digest)

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from tokenmill.executor.v1 import executor_pb2, executor_pb2_grpc
 from tokenmill_service.address import bound_address, default_name, is_open, lock_address, write_port_file
 from tokenmill_service.flags import SettingsError
+from tokenmill_service.metrics import MetricsServer
 from tokenmill_service.tls import server_credentials
 
 from tokenmill_executor.engine_thread import EngineThread
@@ -54,6 +55,7 @@ class ExecutorServer:
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._metrics: MetricsServer | None = None
         self.address = ""
 
     async def bind(self) -> None:
@@ -65,7 +67,14 @@ class ExecutorServer:
                 "whoever reaches this address may drive the executor and read what passes: give --tls-cert, --tls-key and "
                 "--tls-client-ca, or keep the network private"
             )
+        if self._settings.metrics_address:
+            self._metrics = MetricsServer(self._settings.metrics_address, self.thread.gather)
         await self._server.start()
+
+    @property
+    def metrics_address(self) -> str:
+        """Where Prometheus finds it; empty for nowhere."""
+        return "" if self._metrics is None else self._metrics.address
 
     def _listen(self) -> int:
         listen, tls = self._settings.listen, self._settings.tls
@@ -80,7 +89,10 @@ class ExecutorServer:
     async def load(self) -> None:
         """Loads the model and opens the service. Raises what loading raises."""
         await self.thread.load(self._loader.load)
-        self.servicer.open(self._loader.service(self._settings.name or default_name(self.address)))
+        service = self._loader.service(self._settings.name or default_name(self.address))
+        served = service.description
+        self.thread.metrics.description = {"name": served.name, "model": served.model, "device": served.device}
+        self.servicer.open(service)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, timeout_s: float) -> bool:
@@ -89,6 +101,8 @@ class ExecutorServer:
         await self._health.enter_graceful_shutdown()
         await self.servicer.close(timeout_s)
         await self._server.stop(_LAST_WORDS_S)
+        if self._metrics is not None:
+            await self._metrics.stop()
         return await self.thread.close(max(0.0, deadline_s - time.monotonic()))
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -132,4 +146,5 @@ async def serve(settings: Settings, make_loader: Callable[[Settings], Loader] = 
 def _announce(settings: Settings, server: ExecutorServer) -> None:
     if settings.port_file is not None:
         write_port_file(settings.port_file, server.address)
-    log.info("ready", address=server.address, model=settings.served_model_name or settings.model)
+    model = settings.served_model_name or settings.model
+    log.info("ready", address=server.address, model=model, metrics=server.metrics_address)

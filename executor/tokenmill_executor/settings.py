@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill_service.address import check_address
+from tokenmill_service.address import check_address, check_metrics_address
 from tokenmill_service.flags import (
     LOG_FLAGS,
+    METRICS_FLAGS,
     TLS_FLAGS,
     FlagParser,
     SettingsError,
@@ -71,6 +72,7 @@ class Settings:
     threads: int | None
     max_message_bytes: int
     shutdown_timeout_s: float
+    metrics_address: str
     port_file: Path | None
     log_format: str
     log_level: str
@@ -90,6 +92,7 @@ def parse_settings(argv: SequenceOf[str], environ: Mapping[str, str]) -> Setting
     )
     values["model"] = resolve_model(values["model"], environ)
     values["listen"] = check_address(values["listen"], "--listen")
+    values["metrics_address"] = check_metrics_address(values["metrics_address"])
     tls = server_tls(values)
     for flag in ("tls_cert", "tls_key", "tls_client_ca"):
         del values[flag]
@@ -180,6 +183,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--max-message-bytes": {"type": message_bytes, "default": "64MiB", "help": "largest plan or result"},
         "--shutdown-timeout-s": {"type": seconds, "default": 30.0, "help": "on SIGTERM, how long plans in hand may take"},
         "--port-file": {"type": Path, "help": "a file to write the address to, once ready"},
+        **METRICS_FLAGS,
         **LOG_FLAGS,
     },
     "security": TLS_FLAGS,

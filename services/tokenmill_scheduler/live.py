@@ -55,6 +55,11 @@ class LiveRequests:
         live = self._by_id.get(request_id)
         return live is not None and live.state not in TERMINAL
 
+    @property
+    def num_readers(self) -> int:
+        """O(requests)."""
+        return sum(live.feed.readers for live in self._by_id.values())
+
     def add(self, live: LiveRequest, now_s: float) -> None:
         request_id = live.request.request_id
         before = self._by_id.get(request_id)

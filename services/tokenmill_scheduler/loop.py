@@ -29,6 +29,7 @@ from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.ledger.port import Action, LedgerUnavailable, Outcome, Record, StoredOutput, Submission
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
+from tokenmill_scheduler.metrics import Metrics
 from tokenmill_scheduler.pacing import StepShape
 from tokenmill_scheduler.stops import StopStrings
 from tokenmill_scheduler.streams import Feed
@@ -86,6 +87,7 @@ class Loop:
         """`text_model` gives the text side of a model by name; a result of that model only comes once it is known."""
         self.clock = clock or UnixClock()
         self.live = LiveRequests()
+        self.metrics = Metrics(scheduler.config.policy)
         self.drives: dict[str, Drive] = {}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ticked_s = self.clock()
@@ -108,14 +110,18 @@ class Loop:
 
     def accept(self, request: Request) -> None:
         """Takes up a request that has just become durable."""
-        self.live.add(LiveRequest(request, State.WAITING, Feed()), self.clock())
+        now_s = self.clock()
+        self.live.add(LiveRequest(request, State.WAITING, Feed()), now_s)
+        self.metrics.accept(request, now_s)
         self.handle(core.Submitted(request))
 
     def resume(self, request: Request, state: State, output: StoredOutput, feed: Feed | None = None) -> None:
         """Takes up a request of another process from its stored tokens. `feed`: one that readers here have followed it by."""
         feed = feed or Feed()
         feed.bring_up_to(output.token_ids, output.logprobs)
-        self.live.add(LiveRequest(request, state, feed), self.clock())
+        now_s = self.clock()
+        self.live.add(LiveRequest(request, state, feed), now_s)
+        self.metrics.take_up(request, state, bool(output.token_ids), now_s)
         if feed.readers:
             self.live.reader_came(request.request_id)
         self.handle(core.Submitted(request, output.token_ids, state))
@@ -149,6 +155,7 @@ class Loop:
 
     def answered(self, drive: Drive, result: Result) -> None:
         drive.answered(result, _now())
+        self.metrics.stepped(drive.name, self._scheduler.max_num_seqs(drive.name), result, drive.pacer.last_round_trip_s)
         self._apply(core.ResultArrived(drive.name, result, self._stop_strings.judge(drive.name, result)))
         self._result_seen.set()
         # The executor may have nothing to do from here on: no waiting for the next turn of the event loop.
@@ -254,13 +261,17 @@ class Loop:
 
     def _record(self, records: Sequence[Record]) -> None:
         self.live.happened(records)
+        self.metrics.happened(records)
         self._log_moves(records)
         self._last_commit = commit = asyncio.get_running_loop().create_future()
-        self._writer.append(records, partial(self._committed, records, commit))
+        self._writer.append(records, partial(self._committed, records, self.clock(), commit))
 
-    def _committed(self, records: Sequence[Record], commit: asyncio.Future[None], outcomes: list[Outcome]) -> None:
+    def _committed(
+        self, records: Sequence[Record], handed_over_s: float, commit: asyncio.Future[None], outcomes: list[Outcome]
+    ) -> None:
         try:
             self.live.committed(records)
+            self.metrics.committed(records, handed_over_s, self.clock())
         except Exception as error:
             self.fail(error)
             raise

@@ -84,6 +84,7 @@ class Pacer:
         self.joined_s = joined_s
         self.margin_s = FIRST_MARGIN_S
         self.round_trip_s = 0.0
+        self.last_round_trip_s = 0.0
         self.steps = 0
         self.idle_s = 0.0
         self.busy_s = 0.0
@@ -145,6 +146,7 @@ class Pacer:
         return self._models[shape.has_prefill].expect(shape.tokens) or 0.0
 
     def _observe_round_trip(self, seconds: float) -> None:
+        self.last_round_trip_s = seconds
         weight = max(NEWEST, 1 / self.steps)
         self.round_trip_s += weight * (seconds - self.round_trip_s)
 

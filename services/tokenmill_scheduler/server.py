@@ -22,12 +22,14 @@ from tokenmill.admin.v1 import admin_pb2, admin_pb2_grpc
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 from tokenmill_service.address import bound_address, is_open, lock_address, write_port_file
 from tokenmill_service.flags import SettingsError
+from tokenmill_service.metrics import MetricsServer
 from tokenmill_service.tls import channel_credentials, server_credentials
 
 from tokenmill_scheduler.access import Access
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors
+from tokenmill_scheduler.exposition import Exposition
 from tokenmill_scheduler.health import ALIVE_WITHIN_S, LIVENESS, Health
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.intake import Intake
@@ -74,13 +76,16 @@ class SchedulerServer:
         self._ledger = ledger
         self._writer = LedgerWriter(ledger, self._ledger_failed)
         self._models = Models()
+        scheduler = Scheduler(settings.scheduler)
         self.loop = Loop(
-            Scheduler(settings.scheduler),
+            scheduler,
             self._writer,
             lambda model: self._models.find(model).text,
             settings.reattach_grace_s,
             idle_clients=IdleClients(settings.idle_client_timeout_s),
         )
+        self._exposition = Exposition(scheduler, self.loop, self._writer)
+        self._metrics: MetricsServer | None = None
         self._health = Health(SERVICES, self._not_ready, self._not_alive)
         self.executors = Executors(
             settings.executors,
@@ -113,6 +118,8 @@ class SchedulerServer:
         """Raises SettingsError when the address cannot be had."""
         self.address = bound_address(self._settings.listen, self._bind())
         self._warn_of_open_doors()
+        if self._settings.metrics_address:
+            self._metrics = MetricsServer(self._settings.metrics_address, self._exposition)
         estate = await self._take_lease()
         await self.operators.refresh()
         take_up(self.loop, estate.requests)
@@ -149,6 +156,13 @@ class SchedulerServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._metrics is not None:
+            await self._metrics.stop()
+
+    @property
+    def metrics_address(self) -> str:
+        """Where Prometheus finds it; empty for nowhere."""
+        return "" if self._metrics is None else self._metrics.address
 
     # ---- among other schedulers ------------------------------------------------------------------------------------------------
 
@@ -233,7 +247,7 @@ class SchedulerServer:
     def _make_server(self) -> grpc.aio.Server:
         max_message_bytes = self._settings.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), AuthInterceptor(self.access)],
+            interceptors=[ErrorInterceptor(self.loop.metrics.refuse), AuthInterceptor(self.access)],
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
@@ -264,7 +278,13 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     await server.start()
     if settings.port_file is not None:
         write_port_file(settings.port_file, server.address)
-    log.info("ready", address=server.address, executors=list(settings.executors), liveness_service=LIVENESS)
+    log.info(
+        "ready",
+        address=server.address,
+        executors=list(settings.executors),
+        liveness_service=LIVENESS,
+        metrics=server.metrics_address,
+    )
     _keep_collector_off_the_hot_path()
     server.loop.failure.add_done_callback(lambda _: told_to_stop.set())
     await told_to_stop.wait()

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill_service.address import check_address
+from tokenmill_service.address import check_address, check_metrics_address
 from tokenmill_service.flags import (
     LOG_FLAGS,
+    METRICS_FLAGS,
     TLS_FLAGS,
     FlagParser,
     SettingsError,
@@ -62,6 +63,7 @@ class Settings:
     auth_tokens: Path | None
     tenant_limits: TenantLimits
     max_prompt_tokens: int | None
+    metrics_address: str
     port_file: Path | None
     log_format: str
     log_level: str
@@ -110,6 +112,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         auth_tokens=values["auth_tokens"],
         tenant_limits=TenantLimits(values["max_tenant_requests"], values["max_tenant_queued_tokens"]),
         max_prompt_tokens=values["max_prompt_tokens"],
+        metrics_address=check_metrics_address(values["metrics_address"]),
         port_file=values["port_file"],
         log_format=values["log_format"],
         log_level=values["log_level"],
@@ -179,6 +182,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--grace-period": {"type": seconds, "default": 30.0, "help": "on SIGTERM, how long steps in hand may take, in seconds"},
         "--port-file": {"type": Path, "default": None, "help": "a file to write the address to, once listening"},
+        **METRICS_FLAGS,
         **LOG_FLAGS,
     },
     "database": {

@@ -27,6 +27,13 @@ def check_address(address: str, flag: str) -> str:
     return address
 
 
+def check_metrics_address(address: str) -> str:
+    """As `check_address`, for what only TCP serves; empty is none."""
+    if address.startswith(_UNIX):
+        raise SettingsError(f"--metrics-address {address} is no HOST:PORT: Prometheus asks over TCP")
+    return address and check_address(address, "--metrics-address")
+
+
 def lock_address(listen: str) -> int | None:
     """For a unix path, takes a lock file beside it until the process ends and returns its descriptor.
 

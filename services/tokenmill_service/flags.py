@@ -144,6 +144,12 @@ LOG_FLAGS: dict[str, dict[str, Any]] = {
     "--log-format": {"choices": ("console", "json"), "default": "console", "help": "of the log on standard error"},
     "--log-level": {"choices": ("debug", "info", "warning", "error"), "default": "info", "help": "least level logged"},
 }
+METRICS_FLAGS: dict[str, dict[str, Any]] = {
+    "--metrics-address": {
+        "default": "",
+        "help": "HOST:PORT to serve Prometheus metrics on, over plain HTTP (port 0: any free one); empty: none",
+    },
+}
 TLS_FLAGS: dict[str, dict[str, Any]] = {
     "--tls-cert": {"type": file, "default": None, "help": "PEM file of the certificate to serve with; turns on TLS"},
     "--tls-key": {"type": file, "default": None, "help": "PEM file of its private key"},

@@ -57,14 +57,15 @@ def _become(module: str, flags: tuple[str, ...]) -> NoReturn:
 
 @serve.command("all", context_settings={"ignore_unknown_options": True})
 @click.option("--executor-listen", default="127.0.0.1:7601", show_default=True, metavar="ADDRESS", help="The executor's address.")
+@click.option("--executor-metrics-address", default="", metavar="ADDRESS", help="Where Prometheus finds the executor's metrics.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @pass_app
-def all_(app: App, executor_listen: str, flags: tuple[str, ...]) -> None:
+def all_(app: App, executor_listen: str, executor_metrics_address: str, flags: tuple[str, ...]) -> None:
     """Run an executor and a scheduler together, on this machine.
 
-    FLAGS go to the one that knows them, and to both if both do: see `serve scheduler --help` and `serve executor --help`; --listen
-    and --tls-… are the scheduler's. Without --model it is the default model, fetched if need be. Ends when one of the two ends,
-    with its exit code.
+    FLAGS go to the one that knows them, and to both if both do: see `serve scheduler --help` and `serve executor --help`; --listen,
+    --metrics-address and --tls-… are the scheduler's. Without --model it is the default model, fetched if need be. Ends when one of
+    the two ends, with its exit code.
     """
     for_executor, for_scheduler = route(flags)
     if not has_flag(flags, "--model") and "TOKENMILL_MODEL" not in os.environ:
@@ -77,6 +78,7 @@ def all_(app: App, executor_listen: str, flags: tuple[str, ...]) -> None:
         raise click.UsageError("To see when a service with TLS is ready, name its authority: tokenmill --tls-ca FILE serve all …")
     # What the environment says of TLS is for the scheduler's clients; between the two it is not needed.
     for_executor += ["--tls-cert=", "--tls-key=", "--tls-client-ca=", "--listen", executor_listen]
+    for_executor += [f"--metrics-address={executor_metrics_address}"]
     for_scheduler += ["--executor-tls-ca=", "--executor-tls-cert=", "--executor-tls-key="]
     click.get_current_context().exit(_run_pair(app, for_executor, for_scheduler))
 

@@ -232,6 +232,10 @@ class Scheduler:
         earliest = self._roster.deadlines.earliest()
         return min(times + ([earliest[0]] if earliest else []), default=None)
 
+    def max_num_seqs(self, executor: str) -> int:
+        """Most sequences in a step of an executor that has joined."""
+        return self._roster.executors[executor].max_num_seqs
+
     def wait_reason(self, request_id: str) -> str:
         """Why a request waits, in a few words; empty if it does not wait or is unknown."""
         live = self._roster.requests.get(request_id)

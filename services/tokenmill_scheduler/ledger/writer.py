@@ -41,6 +41,7 @@ class LedgerWriter:
     results of steps under way must be kept: the loop sends no more plans while the writer is saturated, which bounds the rest.
     `max_batch`: most records one transaction takes, unless one call hands over more.
     `on_failure` is called on the loop, once, with what stopped the writer.
+    `commits` counts transactions, `records` what they made durable.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class LedgerWriter:
         self._waiting: deque[_Entry] = deque()
         self._writing: list[_Entry] = []
         self._backlog = 0
+        self.commits = 0
+        self.records = 0
         self._closing = False
         self._given_up = threading.Event()
         self._failure: Exception | None = None
@@ -182,6 +185,8 @@ class LedgerWriter:
                 with self._changed:
                     self._writing = []
                     self._backlog -= len(outcomes)
+                self.commits += 1
+                self.records += len(outcomes)
                 self._call(self._deliver, entries, outcomes)
         except Exception as error:
             with self._changed:

@@ -25,6 +25,7 @@ from tokenmill_scheduler.servicers import auth
 
 DOMAIN = "tokenmill"
 _LEDGER_RETRY_S = 1.0
+_SUBMITS = frozenset(f"/tokenmill.inference.v1.InferenceService/{method}" for method in ("Generate", "Submit"))
 # Messages name what was asked for, which can be of any length; metadata, which carries them twice, is cut off at about 8 KB.
 _MAX_MESSAGE_CHARS = 500
 
@@ -46,6 +47,8 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
 
 log = structlog.get_logger(__name__)
 
+Failed = Callable[[Exception], None]
+
 
 class Context(Protocol):
     """What is used here of grpc.aio's context of a call."""
@@ -56,7 +59,13 @@ class Context(Protocol):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """For tokenmill's own services; health and reflection pass untouched."""
+    """For tokenmill's own services; health and reflection pass untouched.
+
+    `refused` is told the reason of each submit that fails before it is accepted.
+    """
+
+    def __init__(self, refused: Callable[[str], None] = lambda reason: None) -> None:
+        self._refused = refused
 
     async def intercept_service(
         self,
@@ -68,20 +77,25 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if handler is None or not method.startswith("/tokenmill."):
             return handler  # type: ignore[no-any-return]
         codecs = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        failed = self._submit_failed if method in _SUBMITS else _ignore
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), **codecs)
+            return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method, failed), **codecs)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method), **codecs)
+            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method, failed), **codecs)
         return handler  # type: ignore[no-any-return]
+
+    def _submit_failed(self, error: Exception) -> None:
+        self._refused(_known(error)[1] or "INTERNAL")
+
+
+def _ignore(error: Exception) -> None:
+    """Only submits are counted."""
 
 
 def status_of(error: Exception) -> status_pb2.Status | None:
     """The status that tells a client of `error`; None for one that is not foreseen."""
-    if isinstance(error, LedgerUnavailable):
-        error = desk.Unavailable("the database cannot be reached", _LEDGER_RETRY_S)
-    elif isinstance(error, LeaseLost):
-        error = desk.Unavailable("another scheduler has taken over from this one", _LEDGER_RETRY_S)
-    code, reason = _REASONS.get(type(error), (code_pb2.INTERNAL, ""))
+    error = _as_told(error)
+    code, reason = _known(error)
     if not reason:
         return None
     status = status_pb2.Status(code=code, message=str(error)[:_MAX_MESSAGE_CHARS])
@@ -93,30 +107,49 @@ def status_of(error: Exception) -> status_pb2.Status | None:
     return status
 
 
+def _as_told(error: Exception) -> Exception:
+    """What the ledger says, as the desk would say it."""
+    if isinstance(error, LedgerUnavailable):
+        return desk.Unavailable("the database cannot be reached", _LEDGER_RETRY_S)
+    if isinstance(error, LeaseLost):
+        return desk.Unavailable("another scheduler has taken over from this one", _LEDGER_RETRY_S)
+    return error
+
+
+def _known(error: Exception) -> tuple[int, str]:
+    """Code and reason; the reason of an error that is not foreseen is empty."""
+    return _REASONS.get(type(_as_told(error)), (code_pb2.INTERNAL, ""))
+
+
 def _guard_unary(
-    behaviour: Callable[[Message, Context], Awaitable[Message]], method: str
+    behaviour: Callable[[Message, Context], Awaitable[Message]], method: str, failed: Failed
 ) -> Callable[[Message, Context], Awaitable[Message]]:
     async def guarded(request: Message, context: Context) -> Message:
         try:
             return await behaviour(request, context)
         except Exception as error:
+            failed(error)
             await _abort(error, method, context)
 
     return guarded
 
 
 def _guard_stream(
-    behaviour: Callable[[Message, Context], AsyncIterator[Message]], method: str
+    behaviour: Callable[[Message, Context], AsyncIterator[Message]], method: str, failed: Failed
 ) -> Callable[[Message, Context], Awaitable[None]]:
     """grpc.aio leaves a generator whose client is gone to the garbage collector; here it is closed before the call ends."""
 
     async def guarded(request: Message, context: Context) -> None:
+        accepted = False
         try:
             async with aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]  # they are generators
                 async for response in responses:
+                    accepted = True
                     if not await _write(context, response):
                         return
         except Exception as error:
+            if not accepted:
+                failed(error)
             await _abort(error, method, context)
 
     return guarded

@@ -1,0 +1,176 @@
+"""What happens in the loop, as counts and histograms: told of records, results and commits, a few operations a step for each lane.
+
+Latencies are those that readers see: a token counts from when it is durable. Methods belong to the event loop's thread. Must not
+know: SQL, gRPC, how figures are told (`exposition.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenmill_service.histogram import SECONDS, SHARES, SHORT_SECONDS, TOKENS, Histogram
+
+from tokenmill_scheduler.core.records import Result, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, FinishReason, Lane, Request, State
+from tokenmill_scheduler.ledger.port import Record
+
+
+class Latency:
+    """One histogram for each lane under each policy that was in force."""
+
+    def __init__(self, policy: str, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.histograms: dict[tuple[Lane, str], Histogram] = {}
+        self._bounds = bounds
+        self.use(policy)
+
+    def use(self, policy: str) -> None:
+        """From now on this policy is in force."""
+        self._policy = policy
+        for lane in Lane:
+            self.histograms.setdefault((lane, policy), Histogram(self._bounds))
+
+    def observe(self, lane: Lane, seconds: float, times: int = 1) -> None:
+        self.histograms[lane, self._policy].observe(seconds, times)
+
+    def total(self) -> Histogram:
+        """All lanes and policies together."""
+        total = Histogram(self._bounds)
+        for histogram in self.histograms.values():
+            total.counts = [mine + its for mine, its in zip(total.counts, histogram.counts, strict=True)]
+            total.total += histogram.total
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Since:
+    """From when the next token of some requests of one lane is timed: of one from its arrival, of many from a step they shared."""
+
+    lane: Lane
+    at_s: float
+    is_arrival: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """Of a request that has not ended; `accepted_s` is when this scheduler took it up, durable."""
+
+    lane: Lane
+    arrival_s: float
+    accepted_s: float
+
+
+@dataclass(slots=True)
+class LaneGauge:
+    """`waiting`: since when each request is in the queue, by id; one that was preempted waits anew."""
+
+    running: int = 0
+    waiting: dict[str, float] = field(default_factory=dict)
+
+    def moved(self, request_id: str, before: State | None, after: State, at_s: float) -> None:
+        self.running += (after in RUNNING) - (before in RUNNING)
+        if before in QUEUED:
+            del self.waiting[request_id]
+        if after in QUEUED:
+            self.waiting[request_id] = at_s
+
+    def oldest_wait_s(self, now_s: float) -> float:
+        """0 when none waits."""
+        return max(0.0, now_s - min(self.waiting.values(), default=now_s))
+
+
+class Metrics:
+    """Seconds throughout; times are Unix seconds of the loop's clock."""
+
+    def __init__(self, policy: str) -> None:
+        self.lanes = {lane: LaneGauge() for lane in Lane}
+        self.scheduling_delay = Latency(policy, (*SHORT_SECONDS, *SECONDS[-6:]))
+        self.queue_time = Latency(policy)
+        self.time_to_first_token = Latency(policy)
+        self.inter_token = Latency(policy)
+        self.end_to_end = Latency(policy)
+        self.batch_occupancy = Histogram(SHARES)
+        self.iteration_tokens = Histogram(TOKENS)
+        self.round_trip = Histogram(SHORT_SECONDS)
+        self.ledger_lag = Histogram(SHORT_SECONDS)
+        self.accepted = dict.fromkeys(Lane, 0)
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self.refused: Counter[str] = Counter()
+        # Of the last step, by executor.
+        self.last_occupancy: dict[str, float] = {}
+        self._lives: dict[str, _Life] = {}
+        self._since: dict[str, _Since] = {}
+
+    def use_policy(self, policy: str) -> None:
+        for latency in (self.scheduling_delay, self.queue_time, self.time_to_first_token, self.inter_token, self.end_to_end):
+            latency.use(policy)
+
+    # ---- requests --------------------------------------------------------------------------------------------------------------
+
+    def accept(self, request: Request, now_s: float) -> None:
+        """It has just become durable."""
+        self.accepted[request.lane] += 1
+        self.take_up(request, State.WAITING, has_output=False, now_s=now_s)
+
+    def take_up(self, request: Request, state: State, has_output: bool, now_s: float) -> None:
+        """Also from another process, with what it had. The gap to a token of that process is not known: it counts from now."""
+        request_id = request.request_id
+        self._lives[request_id] = _Life(request.lane, request.arrival_s, now_s)
+        at_s = now_s if has_output else request.arrival_s
+        self._since[request_id] = _Since(request.lane, at_s, is_arrival=not has_output)
+        self.lanes[request.lane].moved(request_id, None, state, request.arrival_s)
+
+    def happened(self, records: Sequence[Record]) -> None:
+        """The core said so."""
+        for record in records:
+            if isinstance(record, Transitioned):
+                self._moved(record)
+
+    def _moved(self, record: Transitioned) -> None:
+        life = self._lives[record.request_id]
+        self.lanes[life.lane].moved(record.request_id, record.before, record.after, record.at_s)
+        if record.before is State.WAITING and record.after is State.PREFILL:
+            self.queue_time.observe(life.lane, record.at_s - life.arrival_s)
+            self.scheduling_delay.observe(life.lane, record.at_s - life.accepted_s)
+
+    def committed(self, records: Sequence[Record], handed_over_s: float, now_s: float) -> None:
+        """They are durable; they were handed to the writer at `handed_over_s`."""
+        self.ledger_lag.observe(now_s - handed_over_s)
+        for record in records:
+            if isinstance(record, TokensGenerated):
+                self._tokens_told(record.request_ids, now_s)
+            elif isinstance(record, Transitioned) and record.after in TERMINAL:
+                self._ended(record, now_s)
+
+    def _tokens_told(self, request_ids: Sequence[str], now_s: float) -> None:
+        """One sample a request. Those of a step mostly had their last token together, so they are counted together."""
+        since = list(map(self._since.__getitem__, request_ids))
+        now: dict[_Since, _Since] = {}
+        shared = {lane: _Since(lane, now_s) for lane in Lane}
+        for moment, times in Counter(since).items():
+            latency = self.time_to_first_token if moment.is_arrival else self.inter_token
+            latency.observe(moment.lane, now_s - moment.at_s, times)
+            now[moment] = shared[moment.lane]
+        self._since.update(zip(request_ids, map(now.__getitem__, since), strict=True))
+
+    def _ended(self, record: Transitioned, now_s: float) -> None:
+        life = self._lives.pop(record.request_id)
+        del self._since[record.request_id]
+        assert record.finish_reason is not None
+        self.finished[record.finish_reason] += 1
+        if record.after is State.DONE:
+            self.end_to_end.observe(life.lane, now_s - life.arrival_s)
+
+    def refuse(self, reason: str) -> None:
+        """A submit; `reason` is one of the few that a status can have."""
+        self.refused[reason] += 1
+
+    # ---- steps -----------------------------------------------------------------------------------------------------------------
+
+    def stepped(self, executor: str, max_num_seqs: int, result: Result, round_trip_s: float) -> None:
+        occupancy = len(result.sequence_ids) / max_num_seqs
+        self.last_occupancy[executor] = occupancy
+        self.batch_occupancy.observe(occupancy)
+        self.iteration_tokens.observe(sum(result.num_computed))
+        self.round_trip.observe(round_trip_s)
