@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from tokenmill_client import Client, RetryPolicy, Tls
+from tokenmill_client import AsyncClient, Client, RetryPolicy, Tls
 
 from tokenmill_cli.exits import CommandError, ExitCode
 
@@ -19,6 +19,7 @@ DEFAULT_SERVER = "127.0.0.1:7600"
 # A person waits: say soon that nothing answers. An accepted stream is waited for as the client does.
 _RETRY = RetryPolicy(call_limit_s=1.0)
 
+C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -44,9 +45,16 @@ class App:
 
     def client(self, address: str | None = None) -> Client:
         """Of the server at hand, unless another address is given."""
+        return self._connected(Client, address or self.server)
+
+    def async_client(self) -> AsyncClient:
+        """Of the server at hand, for asyncio."""
+        return self._connected(AsyncClient, self.server)
+
+    def _connected(self, kind: Callable[..., C], address: str) -> C:
         tls = Tls(self.tls_ca, self.tls_cert, self.tls_key) if self.uses_tls else None
         try:
-            return Client(address or self.server, retry=_RETRY, token=self._token(), tls=tls)
+            return kind(address, retry=_RETRY, token=self._token(), tls=tls)
         except OSError as error:
             raise CommandError(f"{error.filename} cannot be read: {error.strerror}.", ExitCode.USAGE) from error
         except ValueError as error:

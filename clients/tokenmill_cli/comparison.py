@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from rich.table import Table
 
+from tokenmill_cli.bench.figures import output_tokens, percentile
+from tokenmill_cli.bench.runner import WorkloadRun
 from tokenmill_cli.output import table
-from tokenmill_cli.workloads import WorkloadRun
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*#@"
@@ -34,18 +34,12 @@ def figures(run: WorkloadRun) -> Figures:
     short = by_length[: max(1, len(by_length) // 3)]
     return Figures(
         wall_s=run.wall_s,
-        output_tokens_per_s=sum(timing.output_tokens for timing in run.timings) / run.wall_s,
+        output_tokens_per_s=output_tokens(run) / run.wall_s,
         mean_time_to_first_token_s=fmean(first_tokens),
         p99_time_to_first_token_s=percentile(first_tokens, 0.99),
         batch_occupancy=run.batch_occupancy,
         short_request_latency_s=fmean(timing.latency_s for timing in short),
     )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def comparison_table(static: Figures, continuous: Figures) -> Table:

@@ -14,7 +14,7 @@ from tokenmill_cli.app import root_options
 from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
 _COMMANDS = (
-    "serve", "generate", "requests", "executors", "queue", "actions", "load", "health", "models", "db", "auth", "demo",
+    "serve", "generate", "requests", "executors", "queue", "actions", "load", "health", "models", "db", "auth", "bench", "demo",
     "completion",
 )  # fmt: skip
 

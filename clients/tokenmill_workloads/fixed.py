@@ -13,7 +13,7 @@ _SHARED = 0
 def burst(
     count: int = 20, *, seed: int = 42, prompt_tokens: tuple[int, int] = (10, 100), output_tokens: tuple[int, int] = (20, 200)
 ) -> tuple[Arrival, ...]:
-    """Lengths are drawn evenly from the ranges, both ends included. The same seed gives the same workload."""
+    """Mixed lengths, drawn evenly from the ranges, both ends included. The same seed gives the same workload."""
     draw = random.Random(seed)
     return tuple(Arrival(0.0, draw.randint(*prompt_tokens), draw.randint(*output_tokens)) for _ in range(count))
 

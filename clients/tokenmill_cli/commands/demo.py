@@ -6,23 +6,25 @@ import asyncio
 import collections
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenmill_client import AsyncClient, Client
+from tokenmill_workloads import burst
 
 from tokenmill_cli.app import console
+from tokenmill_cli.bench.grpc_target import GrpcTarget
+from tokenmill_cli.bench.progress import live
+from tokenmill_cli.bench.runner import Workload, WorkloadRun, run_workload
 from tokenmill_cli.commands.models import pull_model
 from tokenmill_cli.comparison import comparison_table, figures, occupancy_plot
 from tokenmill_cli.exits import CommandError
 from tokenmill_cli.models import DEFAULT_MODEL, SOURCES
 from tokenmill_cli.output import show
 from tokenmill_cli.processes import Service
-from tokenmill_cli.workloads import Tally, WorkloadRun, burst, run_workload
 
 _QUESTION = "Explain in two sentences why the sky is blue."
 _ANSWER_TOKENS = 80
@@ -109,28 +111,13 @@ def _answer(screen: Console, address: str, model: str) -> None:
 async def _burst(screen: Console, address: str, batching: str, count: int, seed: int) -> WorkloadRun:
     async with AsyncClient(address) as client:
         (model, *_) = await client.list_models()
-        workload = burst(model.vocab_size, count=count, seed=seed)
-        with _progress(screen, batching, workload.output_tokens) as on_progress:
-            run = await run_workload(client, workload, on_progress)
-    made = sum(timing.output_tokens for timing in run.timings)
-    if made != workload.output_tokens:
-        raise CommandError(f"The workload asked for {workload.output_tokens} tokens, {made} came: this is a bug, please report it.")
-    screen.print(f"{batching}: {count} requests, {made} output tokens in {run.wall_s:.2f} s\n")
+        workload = Workload.of("burst", burst(count, seed=seed), model.vocab_size, seed)
+        with live(screen, batching, workload) as on_progress:
+            run = await run_workload(GrpcTarget(client), workload, on_progress)
+    if run.failures:
+        raise CommandError(f"{len(run.failures)} of {count} requests failed: {run.failures[0]}")
+    screen.print(f"{batching}: {count} requests, {workload.output_tokens} output tokens in {run.wall_s:.2f} s\n")
     return run
-
-
-@contextmanager
-def _progress(screen: Console, batching: str, total: int) -> Iterator[Callable[[Tally], None]]:
-    """A live bar on a terminal; nothing into a pipe."""
-    columns = (
-        TextColumn(f"{batching:<10}"),
-        BarColumn(bar_width=30),
-        TextColumn("{task.completed}/{task.total} tokens, {task.fields[running]} running"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("", total=total, running=0)
-        yield lambda tally: progress.update(task, completed=tally.output_tokens, running=tally.running)
 
 
 def _compare(screen: Console, static: WorkloadRun, continuous: WorkloadRun) -> None:

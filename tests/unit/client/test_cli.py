@@ -299,7 +299,7 @@ def test_completion(run: Run, shell: str) -> None:
 def test_help_lists_every_command_and_the_exit_codes(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("serve", "generate", "requests", "executors", "queue", "actions", "load", "models", "db", "demo", "completion"):
+    for command in ("serve", "generate", "requests", "executors", "queue", "actions", "load", "models", "db", "bench", "demo"):
         assert command in out
     assert "130 interrupted" in out
     # No command's line is cut short.
