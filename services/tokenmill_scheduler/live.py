@@ -6,7 +6,7 @@ Must not know: protobuf, SQL, executors' connections.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -163,6 +163,14 @@ class LiveRequests:
         feed.end(Ended(record.after, record.finish_reason, feed.committed, record.error, record.error_code))
         if not feed.readers:
             del self._by_id[record.request_id]
+
+
+def may_gather(records: Sequence[Record]) -> bool:
+    """Whether readers lose little when they are told of `records` a little later: they are further tokens of several requests.
+
+    A first token comes with a move of its request, an end too. A single request's tokens are few enough to be told one by one.
+    """
+    return len(records) == 1 and isinstance(records[0], TokensGenerated) and len(records[0].request_ids) > 1
 
 
 def _needs_reader(live: LiveRequest) -> bool:

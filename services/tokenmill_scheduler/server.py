@@ -36,6 +36,7 @@ from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.lease import LeaseKeeper, take_lease
 from tokenmill_scheduler.ledger.port import Estate, Lease, LeaseLost, Ledger, LedgerUnavailable
 from tokenmill_scheduler.ledger.writer import LedgerWriter
+from tokenmill_scheduler.live import may_gather
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.operators import Operators
@@ -74,7 +75,7 @@ class SchedulerServer:
             channel_credentials(settings.executor_tls)
         self.access = Access(settings.auth_tokens, settings.tenant_limits)
         self._ledger = ledger
-        self._writer = LedgerWriter(ledger, self._ledger_failed)
+        self._writer = LedgerWriter(ledger, self._ledger_failed, interval_s=settings.commit_interval_s, may_wait=may_gather)
         self._models = Models()
         scheduler = Scheduler(settings.scheduler)
         self.loop = Loop(

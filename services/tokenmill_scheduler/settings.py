@@ -47,6 +47,7 @@ class Settings:
     executors: tuple[str, ...]
     database: str
     durability: str
+    commit_interval_s: float
     scheduler_name: str
     lease_time_s: float
     scheduler: SchedulerConfig
@@ -96,6 +97,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         executors=_executors(values.get("executor", [DEFAULT_EXECUTOR])),
         database=values["database"],
         durability=values["durability"],
+        commit_interval_s=values["commit_interval"],
         scheduler_name=values["scheduler_name"],
         lease_time_s=values["lease_time"],
         scheduler=config,
@@ -191,6 +193,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("power", "process"),
             "default": "power",
             "help": "what a commit survives: a power cut, or the death of the process only (faster)",
+        },
+        "--commit-interval": {
+            "type": seconds,
+            "default": 0.025,
+            "help": "tokens of several streams are committed, and then sent, at most this often, in seconds; first tokens, ends "
+            "and the tokens of a single stream at once; 0: every step",
         },
         "--retention": {
             "type": seconds,

@@ -40,22 +40,35 @@ class LedgerWriter:
     `max_backlog`: records waiting above which `saturated` is true and submissions are refused. It does not refuse `append`, for
     results of steps under way must be kept: the loop sends no more plans while the writer is saturated, which bounds the rest.
     `max_batch`: most records one transaction takes, unless one call hands over more.
+    `interval_s`: how soon after another a transaction may begin whose records may all wait, as `may_wait` says of what one call
+    hands over. What may not is written at once, with all that came before it.
     `on_failure` is called on the loop, once, with what stopped the writer.
     `commits` counts transactions, `records` what they made durable.
     """
 
     def __init__(
-        self, ledger: Ledger, on_failure: Callable[[Exception], None], *, max_backlog: int = 8192, max_batch: int = 1024
+        self,
+        ledger: Ledger,
+        on_failure: Callable[[Exception], None],
+        *,
+        max_backlog: int = 8192,
+        max_batch: int = 1024,
+        interval_s: float = 0.0,
+        may_wait: Callable[[Sequence[Record]], bool] = lambda records: False,
     ) -> None:
         self._ledger = ledger
         self._on_failure = on_failure
         self._max_backlog = max_backlog
         self._max_batch = max_batch
+        self._interval_s = interval_s
+        self._may_wait = may_wait
         self._changed = threading.Condition()
-        # Guarded by `_changed`: what waits, what is being written, the number of records in both.
+        # Guarded by `_changed`: what waits, whether some of it may not, what is being written, the number of records in both.
         self._waiting: deque[_Entry] = deque()
+        self._urgent = False
         self._writing: list[_Entry] = []
         self._backlog = 0
+        self._begun_s = -interval_s
         self.commits = 0
         self.records = 0
         self._closing = False
@@ -138,14 +151,18 @@ class LedgerWriter:
 
     def _put(self, records: Sequence[Record], on_durable: OnDurable | None, on_lost: OnLost | None) -> None:
         entry = _Entry(records, on_durable, on_lost, time.monotonic())
+        urgent = not self._may_wait(records)
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
                 raise LedgerUnavailable("the scheduler is stopping")
+            # The thread wakes by itself when the interval is over, and needs no waking for what may wait until then.
+            if urgent or not self._waiting:
+                self._changed.notify()
             self._waiting.append(entry)
+            self._urgent = self._urgent or urgent
             self._backlog += len(records)
-            self._changed.notify()
 
     # ---- on the loop, called by the thread ----
 
@@ -200,10 +217,14 @@ class LedgerWriter:
         with self._changed:
             while not self._waiting and not self._closing:
                 self._changed.wait()
+            while not self._urgent and not self._closing and (wait_s := self._begun_s + self._interval_s - time.monotonic()) > 0:
+                self._changed.wait(wait_s)
+            self._begun_s = time.monotonic()
             size = 0
             while self._waiting and (not self._writing or size + len(self._waiting[0].records) <= self._max_batch):
                 size += len(self._waiting[0].records)
                 self._writing.append(self._waiting.popleft())
+            self._urgent = self._urgent and bool(self._waiting)
             return self._writing
 
     def _write(self, records: list[Record]) -> list[Outcome] | None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
+from tokenmill_scheduler.core.records import TokensGenerated
 from tokenmill_scheduler.ledger import writer as writer_module
 from tokenmill_scheduler.ledger.port import Lease, LedgerConflict, LedgerUnavailable, Outcome, Record
 from tokenmill_scheduler.ledger.sql import SqlLedger
@@ -114,6 +115,48 @@ async def test_a_transaction_takes_no_more_than_its_limit() -> None:
     ledger.gate.set()
     assert await writer.close(30)
     assert [len(batch) for batch in ledger.batches] == [1, 2, 2, 2, 2, 5]
+
+
+def may_wait(records: Sequence[Record]) -> bool:
+    return isinstance(records[0], TokensGenerated)
+
+
+async def test_what_may_wait_gathers_until_something_may_not() -> None:
+    ledger = GatedLedger()
+    ledger.gate.set()
+    # An interval that never ends here.
+    writer = LedgerWriter(ledger, never, interval_s=3600.0, may_wait=may_wait)
+    writer.start()
+    await writer.submit(submission())
+    await writer.submit(submission("b"))
+    told: list[int] = []
+    writer.append([prefill()])
+    for index in range(3):
+        writer.append([tokens("a", index, index)], lambda _, index=index: told.append(index))  # type: ignore[misc]
+    assert await writer.submit(submission("c")) is Outcome.WRITTEN
+    assert told == [0, 1, 2]
+    assert ledger.output("a").token_ids == (0, 1, 2)
+    # Those who close do not wait either.
+    writer.append([tokens("a", 3, 3)])
+    assert await writer.close(30)
+    assert ledger.output("a").token_ids == (0, 1, 2, 3)
+    tokens_in = [sum(isinstance(record, TokensGenerated) for record in batch) for batch in ledger.batches]
+    assert [count for count in tokens_in if count] in ([3, 1], [1, 2, 1], [2, 1, 1])
+
+
+async def test_what_waits_is_written_when_the_interval_is_over() -> None:
+    ledger = GatedLedger()
+    writer = LedgerWriter(ledger, never, interval_s=0.02, may_wait=may_wait)
+    writer.start()
+    writer.append([submission()])
+    await asyncio.to_thread(ledger.entered.wait, 30)
+    written = asyncio.Event()
+    writer.append([tokens("a", 0, 0)])
+    writer.append([tokens("a", 1, 1)], lambda _: written.set())
+    ledger.gate.set()
+    await asyncio.wait_for(written.wait(), 30)
+    assert [len(batch) for batch in ledger.batches] == [1, 2]
+    assert await writer.close(30)
 
 
 async def test_c73_an_outage_loses_nothing_and_keeps_the_order() -> None:
