@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -255,6 +256,26 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """`oldest_wait_s`, of the request in the queue that has waited longest, is 0 when none does."""
+
+    lane: Lane
+    running: int
+    waiting: int
+    oldest_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyHistogram:
+    """`counts[i]` latencies since the scheduler started were at most `bounds[i]` seconds and above the bound before; the last count
+    is of those above all bounds. Both are empty from a server that does not tell."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    sum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Meanings as in `tokenmill.admin.v1.GetLoadResponse`."""
 
@@ -277,3 +298,11 @@ class Load:
     prefix_cache_queries: int
     prefix_cache_hits: int
     queue_pause_reason: str
+    lanes: tuple[LaneLoad, ...]
+    time_to_first_token: LatencyHistogram
+    inter_token_latency: LatencyHistogram
+    request_queue_time: LatencyHistogram
+    batch_occupancy_sum: float
+    wait_reasons: Mapping[str, int]
+    streams_open: int
+    finished: Mapping[str, int]

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+from tokenmill_service.histogram import Histogram
+
 from tokenmill_scheduler.core.records import Blocks, TokenLogprobs
-from tokenmill_scheduler.core.request import FinishReason, Request, State
+from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 from tokenmill_scheduler.ledger.port import (
     ActionPage,
     ActionQuery,
@@ -170,6 +173,16 @@ class ExecutorStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """`oldest_wait_s` is 0 when none waits."""
+
+    lane: Lane
+    running: int
+    waiting: int
+    oldest_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Counters since the scheduler started, gauges as they stand. Field meanings: `tokenmill.admin.v1.GetLoadResponse`.
 
@@ -194,6 +207,14 @@ class Load:
     queue_paused: str = ""
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    lanes: tuple[LaneLoad, ...] = ()
+    time_to_first_token: Histogram | None = None
+    inter_token_latency: Histogram | None = None
+    request_queue_time: Histogram | None = None
+    batch_occupancy_sum: float = 0.0
+    wait_reasons: Mapping[str, int] = field(default_factory=dict)
+    streams_open: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
 
 
 class Desk(Protocol):

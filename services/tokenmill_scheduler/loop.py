@@ -193,6 +193,13 @@ class Loop:
             batching=scheduler.config.batching,
             policy=scheduler.config.policy,
             queue_paused=scheduler.paused,
+            lanes=self.metrics.lane_loads(self.clock()),
+            time_to_first_token=self.metrics.time_to_first_token.total(),
+            inter_token_latency=self.metrics.inter_token.total(),
+            request_queue_time=self.metrics.queue_time.total(),
+            batch_occupancy_sum=counters.occupancy_sum,
+            streams_open=self.live.num_readers,
+            finished={str(reason): count for reason, count in self.metrics.finished.items()},
         )
 
     def executors(self) -> tuple[ExecutorStatus, ...]:

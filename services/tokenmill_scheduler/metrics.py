@@ -14,6 +14,7 @@ from tokenmill_service.histogram import SECONDS, SHARES, SHORT_SECONDS, TOKENS, 
 
 from tokenmill_scheduler.core.records import Result, TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, FinishReason, Lane, Request, State
+from tokenmill_scheduler.desk import LaneLoad
 from tokenmill_scheduler.ledger.port import Record
 
 
@@ -165,6 +166,12 @@ class Metrics:
     def refuse(self, reason: str) -> None:
         """A submit; `reason` is one of the few that a status can have."""
         self.refused[reason] += 1
+
+    def lane_loads(self, now_s: float) -> tuple[LaneLoad, ...]:
+        """The most urgent lane first."""
+        return tuple(
+            LaneLoad(lane, gauge.running, len(gauge.waiting), gauge.oldest_wait_s(now_s)) for lane, gauge in self.lanes.items()
+        )
 
     # ---- steps -----------------------------------------------------------------------------------------------------------------
 

@@ -191,9 +191,7 @@ class Service:
         """
         if stored.lease is None or not stored.scheduler:
             raise self._changing(stored.request.request_id)
-        await self.relay.ask(
-            Command(stored.lease, stored.request.request_id, verb, reason, priority, deadline_s, actor, detail)
-        )
+        await self.relay.ask(Command(stored.lease, stored.request.request_id, verb, reason, priority, deadline_s, actor, detail))
         after = await self._find(stored.request.request_id)
         if after.state not in TERMINAL and after.lease != stored.lease:
             raise self._changing(stored.request.request_id)

@@ -162,6 +162,13 @@ async def test_the_first_four_figures_and_what_a_step_costs(executor: ServicePro
         assert seen("ledger_backlog") == seen("stale_results_total") == seen("streams_open") == 0
         assert seen("executor_up", executor="executor") == 1
         assert seen("scheduler_info", policy="fcfs", batching="continuous") == 1
+        load = await caller.admin.GetLoad(admin_pb2.GetLoadRequest())
+        assert [(lane.lane, lane.running, lane.waiting) for lane in load.lanes] == [(lane, 0, 0) for lane in (1, 2, 3)]
+        assert sum(load.time_to_first_token.counts) == sum(load.request_queue_time.counts) == 4
+        assert sum(load.inter_token_latency.counts) == 4 * 4
+        assert load.inter_token_latency.sum == pytest.approx(seen("inter_token_latency_seconds_sum"))
+        assert load.batch_occupancy_sum == pytest.approx(seen("batch_occupancy_sum"))
+        assert dict(load.finished) == {"stop": 0, "length": 4, "cancelled": 0, "expired": 0, "error": 0}
 
 
 async def test_refused_submits_are_counted_by_reason(executor: ServiceProcess) -> None:

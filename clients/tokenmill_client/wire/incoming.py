@@ -150,7 +150,24 @@ def action(message: admin_pb2.Action) -> records.Action:
 
 
 def load(response: admin_pb2.GetLoadResponse) -> records.Load:
-    return _record(records.Load, response)
+    return _record(
+        records.Load,
+        response,
+        lanes=tuple(_lane_load(lane) for lane in response.lanes),
+        time_to_first_token=_latency(response.time_to_first_token),
+        inter_token_latency=_latency(response.inter_token_latency),
+        request_queue_time=_latency(response.request_queue_time),
+        wait_reasons=dict(response.wait_reasons),
+        finished=dict(response.finished),
+    )
+
+
+def _lane_load(load: admin_pb2.LaneLoad) -> records.LaneLoad:
+    return records.LaneLoad(_lane(load.lane), load.running, load.waiting, load.oldest_wait.ToTimedelta().total_seconds())
+
+
+def _latency(histogram: admin_pb2.LatencyHistogram) -> records.LatencyHistogram:
+    return records.LatencyHistogram(tuple(histogram.bounds), tuple(histogram.counts), histogram.sum)
 
 
 def _record(kind: type[R], message: Any, **converted: Any) -> R:

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from google.protobuf.timestamp_pb2 import Timestamp
 from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2, types_pb2
+from tokenmill_service.histogram import Histogram
 
 from tokenmill_scheduler.core.records import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
-from tokenmill_scheduler.desk import ExecutorStatus, Load, RequestStatus, ServedModel
+from tokenmill_scheduler.desk import ExecutorStatus, LaneLoad, Load, RequestStatus, ServedModel
 from tokenmill_scheduler.ledger.port import Action, StoredTransition
 
 STATES: dict[State, types_pb2.RequestState.ValueType] = {
@@ -158,7 +159,27 @@ def load(gauges: Load) -> admin_pb2.GetLoadResponse:
         policy=gauges.policy,
         queue_paused=bool(gauges.queue_paused),
         queue_pause_reason=gauges.queue_paused,
+        lanes=map(_lane_load, gauges.lanes),
+        time_to_first_token=_latency(gauges.time_to_first_token),
+        inter_token_latency=_latency(gauges.inter_token_latency),
+        request_queue_time=_latency(gauges.request_queue_time),
+        batch_occupancy_sum=gauges.batch_occupancy_sum,
+        wait_reasons=gauges.wait_reasons,
+        streams_open=gauges.streams_open,
+        finished=gauges.finished,
     )
+
+
+def _lane_load(load: LaneLoad) -> admin_pb2.LaneLoad:
+    message = admin_pb2.LaneLoad(lane=_LANES[load.lane], running=load.running, waiting=load.waiting)
+    message.oldest_wait.FromMilliseconds(round(load.oldest_wait_s * 1000))
+    return message
+
+
+def _latency(histogram: Histogram | None) -> admin_pb2.LatencyHistogram | None:
+    if histogram is None:
+        return None
+    return admin_pb2.LatencyHistogram(bounds=histogram.bounds, counts=histogram.counts, sum=histogram.total)
 
 
 def _optional_timestamp(seconds: float | None) -> Timestamp | None:

@@ -458,8 +458,112 @@ class GetLoadRequest(_message.Message):
 Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
+class LaneLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_FIELD_NUMBER: _builtins.int
+    lane: _types_pb2.Lane.ValueType
+    running: _builtins.int
+    waiting: _builtins.int
+    @_builtins.property
+    def oldest_wait(self) -> _duration_pb2.Duration:
+        """Of the request in the queue that has waited longest; 0 when none does."""
+
+    def __init__(
+        self,
+        *,
+        lane: _types_pb2.Lane.ValueType = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        oldest_wait: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "oldest_wait", b"oldest_wait", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneLoad: _TypeAlias = LaneLoad  # noqa: Y015
+
+@_typing.final
+class LatencyHistogram(_message.Message):
+    """Counts since start: the difference of two answers tells of the time between them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    sum: _builtins.float
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds, rising."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One more than bounds: of latencies up to each bound and above the one before, and at last of those above all."""
+
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyHistogram: _TypeAlias = LatencyHistogram  # noqa: Y015
+
+@_typing.final
 class GetLoadResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WaitReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FinishedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _builtins.int
@@ -480,6 +584,14 @@ class GetLoadResponse(_message.Message):
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     QUEUE_PAUSE_REASON_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
+    REQUEST_QUEUE_TIME_FIELD_NUMBER: _builtins.int
+    BATCH_OCCUPANCY_SUM_FIELD_NUMBER: _builtins.int
+    WAIT_REASONS_FIELD_NUMBER: _builtins.int
+    STREAMS_OPEN_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     num_requests_running: _builtins.int
     num_requests_waiting: _builtins.int
     max_num_seqs: _builtins.int
@@ -504,6 +616,28 @@ class GetLoadResponse(_message.Message):
     prefix_cache_hits: _builtins.int
     queue_pause_reason: _builtins.str
     """By whom and why it is paused, such as "by ann: new model"; empty when it is not."""
+    batch_occupancy_sum: _builtins.float
+    """Of sequences in a step over the most there may be, over all steps: a difference by that of `steps` is the mean of a while."""
+    streams_open: _builtins.int
+    """Readers of requests' output."""
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneLoad]:
+        """The most urgent first."""
+
+    @_builtins.property
+    def time_to_first_token(self) -> Global___LatencyHistogram: ...
+    @_builtins.property
+    def inter_token_latency(self) -> Global___LatencyHistogram: ...
+    @_builtins.property
+    def request_queue_time(self) -> Global___LatencyHistogram: ...
+    @_builtins.property
+    def wait_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """How many requests wait for which reason, by its code."""
+
+    @_builtins.property
+    def finished(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Requests that ended since start, by finish reason: "stop", "length", "cancelled", "expired", "error"."""
+
     def __init__(
         self,
         *,
@@ -526,10 +660,18 @@ class GetLoadResponse(_message.Message):
         prefix_cache_queries: _builtins.int = ...,
         prefix_cache_hits: _builtins.int = ...,
         queue_pause_reason: _builtins.str = ...,
+        lanes: _abc.Iterable[Global___LaneLoad] | None = ...,
+        time_to_first_token: Global___LatencyHistogram | None = ...,
+        inter_token_latency: Global___LatencyHistogram | None = ...,
+        request_queue_time: Global___LatencyHistogram | None = ...,
+        batch_occupancy_sum: _builtins.float = ...,
+        wait_reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        streams_open: _builtins.int = ...,
+        finished: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "request_queue_time", b"request_queue_time", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batching", b"batching", "kv_cache_usage", b"kv_cache_usage", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "policy", b"policy", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "queue_pause_reason", b"queue_pause_reason", "queue_paused", b"queue_paused", "stale_results", b"stale_results", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batch_occupancy_sum", b"batch_occupancy_sum", "batching", b"batching", "finished", b"finished", "inter_token_latency", b"inter_token_latency", "kv_cache_usage", b"kv_cache_usage", "lanes", b"lanes", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "policy", b"policy", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "queue_pause_reason", b"queue_pause_reason", "queue_paused", b"queue_paused", "request_queue_time", b"request_queue_time", "stale_results", b"stale_results", "steps", b"steps", "streams_open", b"streams_open", "time_to_first_token", b"time_to_first_token", "wait_reasons", b"wait_reasons"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
