@@ -30,13 +30,17 @@ class SequenceFault(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Makes a sequence known. `token_ids` is the prompt, then the output made before."""
+    """Makes a sequence known. `token_ids` is the prompt, then the output made before.
+
+    `fork_of`, when not 0, is a sequence of the same prompt, whose blocks of it can be shared.
+    """
 
     sequence_id: int
     token_ids: SequenceOf[int]
     num_prompt_tokens: int
     params: SamplingParams
     cache_salt: str = ""
+    fork_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,8 @@ def _decode_admission(index: int, message: pb.Admission) -> Admission:
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )
-    return Admission(message.sequence_id, list(message.token_ids), message.num_prompt_tokens, params, message.cache_salt)
+    token_ids, num_prompt_tokens = list(message.token_ids), message.num_prompt_tokens
+    return Admission(message.sequence_id, token_ids, num_prompt_tokens, params, message.cache_salt, message.fork_of)
 
 
 def encode_result(result: Result, times: ServiceTimes) -> pb.RunResponse:

@@ -171,6 +171,7 @@ def _admission(admission: Admission) -> pb.Admission:
         num_prompt_tokens=admission.num_prompt_tokens,
         sampling=_sampling(admission.sampling),
         cache_salt=admission.cache_salt,
+        fork_of=admission.fork_of,
     )
 
 

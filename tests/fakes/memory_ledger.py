@@ -231,14 +231,20 @@ class MemoryLedger:
             ended = [
                 (entry.stored.finished_s, request_id)
                 for request_id, entry in self._entries.items()
-                if entry.stored.finished_s is not None and entry.stored.finished_s < before_s
+                if not entry.stored.request.parent and all(_ended_before(e, before_s) for e in self._group(request_id))
             ]
-            for _, request_id in sorted(ended)[:limit]:
-                del self._entries[request_id]
-            return min(len(ended), limit)
+            pruned = [entry for _, request_id in sorted(ended)[:limit] for entry in self._group(request_id)]
+            for entry in pruned:
+                del self._entries[entry.stored.request.request_id]
+            return len(pruned)
 
     def close(self) -> None:
         pass
+
+    def _group(self, request_id: str) -> list[_Entry]:
+        """All choices of a request."""
+        requests = [(entry, entry.stored.request) for entry in self._entries.values()]
+        return [entry for entry, request in requests if request_id in (request.request_id, request.parent)]
 
     def _available(self) -> threading.RLock:
         if self.unavailable:
@@ -253,13 +259,14 @@ class MemoryLedger:
         entry = staged.get(request.request_id) or self._entries.get(request.request_id)
         if entry is not None:
             return Outcome.JOINED if entry.digest == submission.payload_digest else Outcome.CONFLICT
-        self._accepted += 1
-        staged[request.request_id] = _Entry(
-            self._accepted,
-            submission.payload_digest,
-            StoredRequest(request, State.WAITING, 0),
-            (StoredTransition(None, State.WAITING, request.arrival_s, ""),),
-        )
+        for choice in submission.requests:
+            self._accepted += 1
+            staged[choice.request_id] = _Entry(
+                self._accepted,
+                b"" if choice.parent else submission.payload_digest,
+                StoredRequest(choice, State.WAITING, 0),
+                (StoredTransition(None, State.WAITING, choice.arrival_s, ""),),
+            )
         return Outcome.WRITTEN
 
     def _apply(self, staged: dict[str, _Entry], record: Transitioned | TokensGenerated | Updated) -> None:
@@ -288,11 +295,15 @@ def _owned(records: Sequence[Record], outcomes: Mapping[int, Outcome]) -> Iterat
         if isinstance(record, Transitioned):
             yield record.request_id
         elif isinstance(record, Submission) and outcomes[index] is Outcome.WRITTEN:
-            yield record.request.request_id
+            yield from (request.request_id for request in record.requests)
 
 
 def _given(entry: _Entry, lease: Lease) -> _Entry:
     return replace(entry, stored=replace(entry.stored, lease=lease.number))
+
+
+def _ended_before(entry: _Entry, before_s: float) -> bool:
+    return entry.stored.finished_s is not None and entry.stored.finished_s < before_s
 
 
 def _moved(entry: _Entry, move: Transitioned) -> _Entry:
@@ -303,6 +314,7 @@ def _moved(entry: _Entry, move: Transitioned) -> _Entry:
         state=move.after,
         executor=(move.executor or entry.stored.executor) if move.after in RUNNING else "",
         preemptions=entry.stored.preemptions + (move.after is State.PREEMPTED),
+        cached_tokens=entry.stored.cached_tokens if move.cached_tokens is None else move.cached_tokens,
     )
     if move.after in TERMINAL:
         stored = replace(

@@ -17,13 +17,17 @@ from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, St
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Makes a sequence known to an executor. `token_ids` is the prompt, then the output made before."""
+    """Makes a sequence known to an executor. `token_ids` is the prompt, then the output made before.
+
+    `fork_of`, when not 0, is a sequence of the same prompt, whose blocks of it can be shared.
+    """
 
     sequence_id: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling: Sampling
     cache_salt: str = ""
+    fork_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +152,15 @@ class ExecutorDescription:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A durable request. `output` is not empty, or `state` not WAITING, when it is taken up again after a restart."""
+    """A durable request. `output` is not empty, or `state` not WAITING, when it is taken up again after a restart.
+
+    `choices` are further choices of the same request that wait as it does: all are admitted together.
+    """
 
     request: Request
     output: tuple[int, ...] = ()
     state: State = State.WAITING
+    choices: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +293,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Transitioned:
-    """A move between states, to be recorded. The last four say how it ended when `after` is terminal."""
+    """A move between states, to be recorded. How it ended is said when `after` is terminal.
+
+    `cached_tokens`, prompt tokens that were not computed when the request was first admitted, is told once, if there were any.
+    """
 
     request_id: str
     before: State
@@ -296,6 +307,7 @@ class Transitioned:
     finish_reason: FinishReason | None = None
     error: str = ""
     error_code: int = 0
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

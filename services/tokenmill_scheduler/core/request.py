@@ -91,6 +91,10 @@ class Request:
 
     Times are Unix seconds. `queue_deadline_s` ends it if it has not run by then. `retry_of` names the FAILED request that this one
     is a second try of. `stop` and `include_stop` are carried for the text layer; the core does not read them.
+
+    Of a request for several choices each is a request (see `choices.py`): `n` of them are given out, the best of the `best_of` that
+    run. `choice` counts them from 0, and all but the first name that one as their `parent`. `logprobs_hidden`: log probabilities
+    are kept to tell which are best, and not shown.
     """
 
     request_id: str
@@ -108,3 +112,8 @@ class Request:
     lane: Lane = Lane.STANDARD
     queue_deadline_s: float | None = None
     retry_of: str = ""
+    parent: str = ""
+    choice: int = 0
+    n: int = 1
+    best_of: int = 1
+    logprobs_hidden: bool = False

@@ -29,13 +29,14 @@ class Chunk:
 class Change:
     """All moves of one request, as one update of its row: guarded by `before`, the state ahead of the first move.
 
-    `executor` None leaves it as it is. `ending` is the move into a terminal state.
+    `executor` and `cached_tokens` None leave them as they are. `ending` is the move into a terminal state.
     """
 
     before: State
     after: State
     executor: str | None = None
     preemptions: int = 0
+    cached_tokens: int | None = None
     ending: Transitioned | None = None
 
 
@@ -108,6 +109,8 @@ def _add_transition(batch: Batch, move: Transitioned) -> None:
         change.executor = move.executor
     if move.after is State.PREEMPTED:
         change.preemptions += 1
+    if move.cached_tokens is not None:
+        change.cached_tokens = move.cached_tokens
     if move.after in TERMINAL:
         change.ending = move
 

@@ -17,6 +17,8 @@ from tokenmill_scheduler.core.request import Request, Sampling
 
 _LOGPROB = struct.Struct("<dI")
 _ALTERNATIVE = struct.Struct("<Id")
+# Of requests for several choices; requests stored by earlier releases have none.
+_GROUP_FIELDS = ("n", "best_of", "logprobs_hidden")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
@@ -55,6 +57,7 @@ def pack_parameters(request: Request) -> str:
             "stop": request.stop,
             "include_stop": request.include_stop,
             "cache_salt": request.cache_salt,
+            **{name: getattr(request, name) for name in _GROUP_FIELDS},
         },
         separators=(",", ":"),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from tokenmill_scheduler.core.choices import further_choices
 from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
 from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 
@@ -86,10 +87,18 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request to be accepted. `payload_digest` tells an equal payload from another under the same client-given id."""
+    """A request to be accepted, with all its choices or not at all.
+
+    `payload_digest` tells an equal payload from another under the same client-given id; it is kept with the first choice alone.
+    """
 
     request: Request
     payload_digest: bytes
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All choices, in order."""
+        return (self.request, *further_choices(self.request))
 
 
 class Outcome(StrEnum):
@@ -146,6 +155,7 @@ class StoredRequest:
     finished_s: float | None = None
     lease: int | None = None
     scheduler: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +326,8 @@ class Ledger(Protocol):
     def prune(self, before_s: float, limit: int) -> int:
         """Deletes up to `limit` requests that ended before then (Unix seconds), with their output, and as many old actions.
 
-        Returns how many requests it were.
+        A request of several choices is deleted as a whole, once all of them have ended before then. Returns how many rows it were,
+        each choice counted.
         """
 
     def close(self) -> None: ...

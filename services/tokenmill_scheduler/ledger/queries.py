@@ -198,6 +198,8 @@ def _stored_request(row: Row[Any]) -> StoredRequest:
         lane=Lane[row.lane.upper()],
         queue_deadline_s=row.queue_deadline_s,
         retry_of=row.retry_of,
+        parent=row.parent,
+        choice=row.choice,
         **unpack_parameters(row.parameters),
     )
     return StoredRequest(
@@ -213,4 +215,5 @@ def _stored_request(row: Row[Any]) -> StoredRequest:
         finished_s=row.finished_s,
         lease=row.lease,
         scheduler=row.scheduler,
+        cached_tokens=row.cached_tokens,
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, and_, delete, or_, select
 
 from tokenmill_scheduler.core.records import Transitioned
-from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.ledger import actions
 from tokenmill_scheduler.ledger.batch import Batch, Change, Chunk, fold
 from tokenmill_scheduler.ledger.codec import clean, pack_parameters, pack_tokens
@@ -58,8 +58,9 @@ def _submit(
             outcomes.append(Outcome.WRITTEN)
         else:
             outcomes.append(Outcome.JOINED if stored == submission.payload_digest else Outcome.CONFLICT)
-    statements.insert_requests.run_all(connection, [_request_row(submission, lease) for submission in new], "submission")
-    statements.insert_transitions.run_all(connection, [_arrival_row(submission) for submission in new], "submission")
+    rows = [(request, submission.payload_digest) for submission in new for request in submission.requests]
+    statements.insert_requests.run_all(connection, [_request_row(request, digest, lease) for request, digest in rows], "submission")
+    statements.insert_transitions.run_all(connection, [_arrival_row(request) for request, _ in rows], "submission")
     return iter(outcomes)
 
 
@@ -100,18 +101,26 @@ def _move(connection: Connection, statements: Statements, batch: Batch, lease: i
 
 
 def prune(connection: Connection, before_s: float, limit: int) -> int:
-    """Deletes up to `limit` requests that ended before then, oldest first, with all that belongs to them, and as many actions."""
-    oldest = select(requests.c.number).where(requests.c.finished_s < before_s)
-    some = oldest.order_by(requests.c.finished_s).limit(limit).scalar_subquery()
+    """Deletes up to `limit` requests that ended before then, oldest first, with all that belongs to them, and as many actions.
+
+    The first choice of several goes, with all others, when none of them has ended later.
+    """
+    other = requests.alias("other")
+    ended_later = or_(other.c.finished_s.is_(None), other.c.finished_s >= before_s)
+    # The partial index is used where its condition is repeated.
+    goes_on = select(other.c.number).where(other.c.parent != "", other.c.parent == requests.c.request_id, ended_later).exists()
+    oldest = select(requests.c.request_id).where(requests.c.finished_s < before_s, requests.c.parent == "", ~goes_on)
+    some = connection.scalars(oldest.order_by(requests.c.finished_s).limit(limit)).all()
     actions.prune(connection, before_s, limit)
-    return connection.execute(delete(requests).where(requests.c.number.in_(some))).rowcount
+    further = and_(requests.c.parent != "", requests.c.parent.in_(some))
+    pruned = connection.execute(delete(requests).where(further)).rowcount
+    return pruned + connection.execute(delete(requests).where(requests.c.request_id.in_(some))).rowcount
 
 
-def _request_row(submission: Submission, lease: int | None) -> Row:
-    request = submission.request
+def _request_row(request: Request, payload_digest: bytes, lease: int | None) -> Row:
     return (
         request.request_id,
-        submission.payload_digest,
+        b"" if request.parent else payload_digest,
         request.model,
         request.tenant,
         request.priority,
@@ -128,13 +137,16 @@ def _request_row(submission: Submission, lease: int | None) -> Row:
         request.lane.name.lower(),
         request.queue_deadline_s,
         request.retry_of,
+        request.parent,
+        request.choice,
+        0,
         pack_parameters(request),
         pack_tokens(request.prompt),
     )
 
 
-def _arrival_row(submission: Submission) -> Row:
-    return (submission.request.request_id, None, State.WAITING.value, submission.request.arrival_s, "", "")
+def _arrival_row(request: Request) -> Row:
+    return (request.request_id, None, State.WAITING.value, request.arrival_s, "", "")
 
 
 def _transition_row(move: Transitioned) -> Row:
@@ -150,7 +162,7 @@ def _next_chunk_row(request_id: str, chunk: Chunk) -> Row:
 
 
 def _change_row(request_id: str, change: Change, lease: int | None) -> Row:
-    guard = (request_id, change.before.value, change.after.value, change.executor, change.preemptions)
+    guard = (request_id, change.before.value, change.after.value, change.executor, change.preemptions, change.cached_tokens)
     ending = change.ending
     if ending is None:
         return (*guard, None, None, "", 0, lease)

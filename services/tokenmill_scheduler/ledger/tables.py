@@ -59,7 +59,12 @@ requests = Table(
     Column("queue_deadline_s", Double),
     # The FAILED request that it is a second try of, or empty. That one may have been pruned.
     Column("retry_of", Text, nullable=False),
-    # JSON: sampling, stop, include_stop, cache_salt.
+    # Of a further choice of a request, that request, which is the first choice; else empty. Choices are counted from 0.
+    Column("parent", Text, nullable=False),
+    Column("choice", Integer, nullable=False),
+    # Prompt tokens that were not computed when it was first admitted: cached, or shared with another choice.
+    Column("cached_tokens", Integer, nullable=False),
+    # JSON: sampling, stop, include_stop, cache_salt, n, best_of, logprobs_hidden.
     Column("parameters", Text, nullable=False),
     # Token ids, packed little-endian u32. Last, so that reading the other columns does not read through it.
     Column("prompt", LargeBinary, nullable=False),
@@ -71,6 +76,7 @@ requests = Table(
         sqlite_where=text("finished_s IS NULL"),
         postgresql_where=text("finished_s IS NULL"),
     ),
+    Index("ix_requests_parent", "parent", sqlite_where=text("parent <> ''"), postgresql_where=text("parent <> ''")),
     Index(
         "ix_requests_retention",
         "finished_s",

@@ -424,11 +424,16 @@ class Admission(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    FORK_OF_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Never used before in this epoch."""
     num_prompt_tokens: _builtins.int
     """How many of them are prompt."""
     cache_salt: _builtins.str
+    fork_of: _builtins.int
+    """A sequence with the same prompt, whose full blocks of it can be shared as far as they are computed when this one is first
+    advanced; 0: none. What is not shared, for whatever reason, is computed.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then output made before a preemption."""
@@ -443,10 +448,11 @@ class Admission(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         cache_salt: _builtins.str = ...,
+        fork_of: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fork_of", b"fork_of", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,7 +605,9 @@ class Result(_message.Message):
     def times(self) -> Global___Times: ...
     @_builtins.property
     def num_cached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens taken from the prefix cache by a sequence's first advance, on top of `num_computed`. Empty when all are 0."""
+        """Tokens taken from the prefix cache, or from the sequence that it is a fork of, by a sequence's first advance, on top of
+        `num_computed`. Empty when all are 0.
+        """
 
     @_builtins.property
     def dropped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

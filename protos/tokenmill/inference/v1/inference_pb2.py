@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tokenmill.inference.v1 import types_pb2 as tokenmill_dot_inference_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&tokenmill/inference/v1/inference.proto\x12\x16tokenmill.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"tokenmill/inference/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"E\n\x0c\x43hatMessages\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.tokenmill.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\x8d\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x34\n\x04\x63hat\x18\x02 \x01(\x0b\x32$.tokenmill.inference.v1.ChatMessagesH\x00\x12\x35\n\ttoken_ids\x18\x03 \x01(\x0b\x32 .tokenmill.inference.v1.TokenIdsH\x00\x42\x06\n\x04\x66orm\"0\n\rOutputOptions\x12\x0c\n\x04text\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xec\x02\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\x06prompt\x18\x03 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.tokenmill.inference.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08\x64\x65tached\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12*\n\x04lane\x18\n \x01(\x0e\x32\x1c.tokenmill.inference.v1.Lane\x12\x30\n\rqueue_timeout\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"~\n\x0fGenerateRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\x12\x35\n\x06output\x18\x02 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\"F\n\x10GenerateResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"E\n\rSubmitRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\"K\n\x0eSubmitResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06joined\x18\x03 \x01(\x08\"n\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\x12\x35\n\x06output\x18\x03 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\"D\n\x0e\x41ttachResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"?\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_output\x18\x02 \x01(\x08\"y\n\x12GetRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x13\n\x0boutput_text\x18\x03 \x01(\t\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\\\n\x0e\x43\x61ncelResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x15\n\ralready_ended\x18\x02 \x01(\x08\"P\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x06prompt\x18\x02 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"\x88\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x11\n\texecutors\x18\x06 \x01(\r\"C\n\x12ListModelsResponse\x12-\n\x06models\x18\x01 \x03(\x0b\x32\x1d.tokenmill.inference.v1.Model2\xa9\x05\n\x10InferenceService\x12_\n\x08Generate\x12\'.tokenmill.inference.v1.GenerateRequest\x1a(.tokenmill.inference.v1.GenerateResponse0\x01\x12W\n\x06Submit\x12%.tokenmill.inference.v1.SubmitRequest\x1a&.tokenmill.inference.v1.SubmitResponse\x12Y\n\x06\x41ttach\x12%.tokenmill.inference.v1.AttachRequest\x1a&.tokenmill.inference.v1.AttachResponse0\x01\x12\x63\n\nGetRequest\x12).tokenmill.inference.v1.GetRequestRequest\x1a*.tokenmill.inference.v1.GetRequestResponse\x12W\n\x06\x43\x61ncel\x12%.tokenmill.inference.v1.CancelRequest\x1a&.tokenmill.inference.v1.CancelResponse\x12]\n\x08Tokenize\x12\'.tokenmill.inference.v1.TokenizeRequest\x1a(.tokenmill.inference.v1.TokenizeResponse\x12\x63\n\nListModels\x12).tokenmill.inference.v1.ListModelsRequest\x1a*.tokenmill.inference.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&tokenmill/inference/v1/inference.proto\x12\x16tokenmill.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"tokenmill/inference/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"E\n\x0c\x43hatMessages\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.tokenmill.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\x8d\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x34\n\x04\x63hat\x18\x02 \x01(\x0b\x32$.tokenmill.inference.v1.ChatMessagesH\x00\x12\x35\n\ttoken_ids\x18\x03 \x01(\x0b\x32 .tokenmill.inference.v1.TokenIdsH\x00\x42\x06\n\x04\x66orm\"0\n\rOutputOptions\x12\x0c\n\x04text\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xec\x02\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\x06prompt\x18\x03 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.tokenmill.inference.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08\x64\x65tached\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12*\n\x04lane\x18\n \x01(\x0e\x32\x1c.tokenmill.inference.v1.Lane\x12\x30\n\rqueue_timeout\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"~\n\x0fGenerateRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\x12\x35\n\x06output\x18\x02 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\"F\n\x10GenerateResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"E\n\rSubmitRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\"K\n\x0eSubmitResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06joined\x18\x03 \x01(\x08\"\x84\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\x12\x35\n\x06output\x18\x03 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\x12\x14\n\x0cnext_indexes\x18\x04 \x03(\r\"D\n\x0e\x41ttachResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"?\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_output\x18\x02 \x01(\x08\"y\n\x12GetRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x13\n\x0boutput_text\x18\x03 \x01(\t\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\\\n\x0e\x43\x61ncelResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x15\n\ralready_ended\x18\x02 \x01(\x08\"P\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x06prompt\x18\x02 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"\x88\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x11\n\texecutors\x18\x06 \x01(\r\"C\n\x12ListModelsResponse\x12-\n\x06models\x18\x01 \x03(\x0b\x32\x1d.tokenmill.inference.v1.Model2\xa9\x05\n\x10InferenceService\x12_\n\x08Generate\x12\'.tokenmill.inference.v1.GenerateRequest\x1a(.tokenmill.inference.v1.GenerateResponse0\x01\x12W\n\x06Submit\x12%.tokenmill.inference.v1.SubmitRequest\x1a&.tokenmill.inference.v1.SubmitResponse\x12Y\n\x06\x41ttach\x12%.tokenmill.inference.v1.AttachRequest\x1a&.tokenmill.inference.v1.AttachResponse0\x01\x12\x63\n\nGetRequest\x12).tokenmill.inference.v1.GetRequestRequest\x1a*.tokenmill.inference.v1.GetRequestResponse\x12W\n\x06\x43\x61ncel\x12%.tokenmill.inference.v1.CancelRequest\x1a&.tokenmill.inference.v1.CancelResponse\x12]\n\x08Tokenize\x12\'.tokenmill.inference.v1.TokenizeRequest\x1a(.tokenmill.inference.v1.TokenizeResponse\x12\x63\n\nListModels\x12).tokenmill.inference.v1.ListModelsRequest\x1a*.tokenmill.inference.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,28 +53,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITREQUEST']._serialized_end=1106
   _globals['_SUBMITRESPONSE']._serialized_start=1108
   _globals['_SUBMITRESPONSE']._serialized_end=1183
-  _globals['_ATTACHREQUEST']._serialized_start=1185
-  _globals['_ATTACHREQUEST']._serialized_end=1295
-  _globals['_ATTACHRESPONSE']._serialized_start=1297
-  _globals['_ATTACHRESPONSE']._serialized_end=1365
-  _globals['_GETREQUESTREQUEST']._serialized_start=1367
-  _globals['_GETREQUESTREQUEST']._serialized_end=1430
-  _globals['_GETREQUESTRESPONSE']._serialized_start=1432
-  _globals['_GETREQUESTRESPONSE']._serialized_end=1553
-  _globals['_CANCELREQUEST']._serialized_start=1555
-  _globals['_CANCELREQUEST']._serialized_end=1606
-  _globals['_CANCELRESPONSE']._serialized_start=1608
-  _globals['_CANCELRESPONSE']._serialized_end=1700
-  _globals['_TOKENIZEREQUEST']._serialized_start=1702
-  _globals['_TOKENIZEREQUEST']._serialized_end=1782
-  _globals['_TOKENIZERESPONSE']._serialized_start=1784
-  _globals['_TOKENIZERESPONSE']._serialized_end=1844
-  _globals['_LISTMODELSREQUEST']._serialized_start=1846
-  _globals['_LISTMODELSREQUEST']._serialized_end=1865
-  _globals['_MODEL']._serialized_start=1868
-  _globals['_MODEL']._serialized_end=2004
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2006
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2073
-  _globals['_INFERENCESERVICE']._serialized_start=2076
-  _globals['_INFERENCESERVICE']._serialized_end=2757
+  _globals['_ATTACHREQUEST']._serialized_start=1186
+  _globals['_ATTACHREQUEST']._serialized_end=1318
+  _globals['_ATTACHRESPONSE']._serialized_start=1320
+  _globals['_ATTACHRESPONSE']._serialized_end=1388
+  _globals['_GETREQUESTREQUEST']._serialized_start=1390
+  _globals['_GETREQUESTREQUEST']._serialized_end=1453
+  _globals['_GETREQUESTRESPONSE']._serialized_start=1455
+  _globals['_GETREQUESTRESPONSE']._serialized_end=1576
+  _globals['_CANCELREQUEST']._serialized_start=1578
+  _globals['_CANCELREQUEST']._serialized_end=1629
+  _globals['_CANCELRESPONSE']._serialized_start=1631
+  _globals['_CANCELRESPONSE']._serialized_end=1723
+  _globals['_TOKENIZEREQUEST']._serialized_start=1725
+  _globals['_TOKENIZEREQUEST']._serialized_end=1805
+  _globals['_TOKENIZERESPONSE']._serialized_start=1807
+  _globals['_TOKENIZERESPONSE']._serialized_end=1867
+  _globals['_LISTMODELSREQUEST']._serialized_start=1869
+  _globals['_LISTMODELSREQUEST']._serialized_end=1888
+  _globals['_MODEL']._serialized_start=1891
+  _globals['_MODEL']._serialized_end=2027
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2029
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2096
+  _globals['_INFERENCESERVICE']._serialized_start=2099
+  _globals['_INFERENCESERVICE']._serialized_end=2780
 # @@protoc_insertion_point(module_scope)

@@ -302,21 +302,28 @@ class AttachRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    NEXT_INDEXES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Of a request, with all its choices, or `request_id/choice` of one alone."""
     next_index: _builtins.int
     """First output token index wanted; at most the number of tokens produced so far."""
     @_builtins.property
     def output(self) -> Global___OutputOptions: ...
+    @_builtins.property
+    def next_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For a request of several choices, the first index wanted of each. Empty: `next_index` of every one."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         next_index: _builtins.int = ...,
         output: Global___OutputOptions | None = ...,
+        next_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["output", b"output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_index", b"next_index", "output", b"output", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_index", b"next_index", "next_indexes", b"next_indexes", "output", b"output", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -349,6 +356,7 @@ class GetRequestRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     INCLUDE_OUTPUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """That of a request stands for its first choice; the others are `request_id/choice`."""
     include_output: _builtins.bool
     """Adds the output so far."""
     def __init__(

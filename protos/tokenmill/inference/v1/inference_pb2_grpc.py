@@ -102,7 +102,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Idempotent: cancelling an ended request changes nothing and says so.
+        """Of all choices of a request, or of the one that is named. Idempotent: cancelling an ended request changes nothing and says so.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class InferenceServiceStub:
     """Streams a request's tokens from an index on: each index once, in order, whatever crashed in between."""
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Idempotent: cancelling an ended request changes nothing and says so."""
+    """Of all choices of a request, or of the one that is named. Idempotent: cancelling an ended request changes nothing and says so."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
 
@@ -54,7 +54,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Streams a request's tokens from an index on: each index once, in order, whatever crashed in between."""
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
-    """Idempotent: cancelling an ended request changes nothing and says so."""
+    """Of all choices of a request, or of the one that is named. Idempotent: cancelling an ended request changes nothing and says so."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
 
@@ -96,7 +96,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
-        """Idempotent: cancelling an ended request changes nothing and says so."""
+        """Of all choices of a request, or of the one that is named. Idempotent: cancelling an ended request changes nothing and says so."""
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -158,6 +158,8 @@ class SamplingParams(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    BEST_OF_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """≥ 0; 0 is greedy. Default 1.0."""
     top_p: _builtins.float
@@ -186,6 +188,14 @@ class SamplingParams(_message.Message):
     """Goes on past end-of-sequence tokens. Default false."""
     logprobs: _builtins.int
     """Log probability of each sampled token and of this many most likely ones, 0 to 20. Absent: none."""
+    n: _builtins.int
+    """Choices made of one prompt, each with a seed of its own; the first has `seed`. All are admitted together and share the prompt's
+    KV blocks. 1 to 16. Default 1.
+    """
+    best_of: _builtins.int
+    """So many are made, and the `n` with the highest mean log probability of their tokens are given out, when all have ended.
+    At least `n`, at most 16. Default: `n`.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Token id → value added to its logit, each in [-100, 100]."""
@@ -217,11 +227,15 @@ class SamplingParams(_message.Message):
         include_stop_str_in_output: _builtins.bool | None = ...,
         ignore_eos: _builtins.bool | None = ...,
         logprobs: _builtins.int | None = ...,
+        n: _builtins.int | None = ...,
+        best_of: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
+    _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
@@ -236,6 +250,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
@@ -248,6 +264,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
@@ -262,6 +280,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
@@ -283,17 +303,21 @@ class TokenCounts(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    """Prompt tokens that were not computed when the request was first admitted: from the prefix cache, or shared between choices."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,6 +347,9 @@ class RequestInfo(_message.Message):
     EXECUTOR_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
     RETRY_OF_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     tenant: _builtins.str
@@ -340,6 +367,12 @@ class RequestInfo(_message.Message):
     lane: Global___Lane.ValueType
     retry_of: _builtins.str
     """The FAILED request that this one is a second try of; empty for all others."""
+    n: _builtins.int
+    """Choices asked for. Each is a request with an id of its own, `parent_id/choice`; the first has the id of the whole."""
+    choice: _builtins.int
+    """Which choice this is, from 0."""
+    parent_id: _builtins.str
+    """The id of the request that this is a further choice of; empty for the first, and where there is only one."""
     @_builtins.property
     def usage(self) -> Global___TokenCounts: ...
     @_builtins.property
@@ -371,10 +404,13 @@ class RequestInfo(_message.Message):
         executor: _builtins.str = ...,
         lane: Global___Lane.ValueType = ...,
         retry_of: _builtins.str = ...,
+        n: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        parent_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "submitted_at", b"submitted_at", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "detached", b"detached", "error", b"error", "executor", b"executor", "finish_reason", b"finish_reason", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "lane", b"lane", "model", b"model", "preemptions", b"preemptions", "priority", b"priority", "request_id", b"request_id", "retry_of", b"retry_of", "state", b"state", "submitted_at", b"submitted_at", "tenant", b"tenant", "usage", b"usage", "wait_reason", b"wait_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "deadline", b"deadline", "detached", b"detached", "error", b"error", "executor", b"executor", "finish_reason", b"finish_reason", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "lane", b"lane", "model", b"model", "n", b"n", "parent_id", b"parent_id", "preemptions", b"preemptions", "priority", b"priority", "request_id", b"request_id", "retry_of", b"retry_of", "state", b"state", "submitted_at", b"submitted_at", "tenant", b"tenant", "usage", b"usage", "wait_reason", b"wait_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,7 +463,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class StreamEvent(_message.Message):
-    """One step of a token stream."""
+    """One step of a token stream. A stream of several choices is accepted once, mixes their deltas, finishes each, and then ends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -439,17 +475,21 @@ class StreamEvent(_message.Message):
 
         REQUEST_ID_FIELD_NUMBER: _builtins.int
         PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_CHOICES_FIELD_NUMBER: _builtins.int
         request_id: _builtins.str
         prompt_tokens: _builtins.int
+        num_choices: _builtins.int
+        """How many choices this stream has."""
         def __init__(
             self,
             *,
             request_id: _builtins.str = ...,
             prompt_tokens: _builtins.int = ...,
+            num_choices: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_choices", b"num_choices", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,7 +536,7 @@ class StreamEvent(_message.Message):
 
     @_typing.final
     class Finished(_message.Message):
-        """The last event of every stream."""
+        """The last event of a choice, and of every stream."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -512,7 +552,9 @@ class StreamEvent(_message.Message):
         error_code: _builtins.int
         """google.rpc.Code of a FAILED request (RESOURCE_EXHAUSTED, INTERNAL, …); 0 otherwise."""
         @_builtins.property
-        def usage(self) -> Global___TokenCounts: ...
+        def usage(self) -> Global___TokenCounts:
+            """Of this choice: where there are several, each counts the prompt that they have in common."""
+
         def __init__(
             self,
             *,
@@ -531,6 +573,9 @@ class StreamEvent(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """Which choice this is about, from 0. With `best_of` above `n`, the best is 0."""
     @_builtins.property
     def accepted(self) -> Global___StreamEvent.Accepted: ...
     @_builtins.property
@@ -543,10 +588,11 @@ class StreamEvent(_message.Message):
         accepted: Global___StreamEvent.Accepted | None = ...,
         delta: Global___StreamEvent.Delta | None = ...,
         finished: Global___StreamEvent.Finished | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choice", b"choice", "delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "delta", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
