@@ -20,7 +20,6 @@ import platform
 import random
 import statistics
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,28 +30,19 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.types_pb2 import SamplingParams
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.loading import Loader
-from tokenmill_executor.records import Admission, Plan, Result, SequenceFinish
-from tokenmill_executor.runner import SamplingParams as RunnerSampling
 from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
+from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job
 from benchmarks.cpu_time import CpuTime
 from tests.fakes.calls import Caller, Stream
 from tests.fakes.processes import Processes, wait_serving
 
 RESULTS = Path(__file__).parent / "results"
-TOKEN_BUDGET = 512
 REQUESTS_PER_SLOT = 2.5
 PROCESSES = ("executor", "scheduler", "client")
 # The cost model of a small model on a CPU.
 SIMULATED = ["--simulated-step-ms", "20", "--simulated-prefill-token-us", "100", "--simulated-decode-token-us", "50"]
-
-
-@dataclass(frozen=True)
-class Job:
-    prompt: list[int]
-    max_tokens: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -75,53 +65,6 @@ def workload(slots: int) -> list[Job]:
 
 
 # ---- bare ----------------------------------------------------------------------------------------------------------------------
-
-
-class BareLoop:
-    """The shortest driver that batches as the scheduler does, where blocks are plenty: one step after the other."""
-
-    def __init__(self, engine: Engine, jobs: Sequence[Job], slots: int) -> None:
-        self._engine = engine
-        self._slots = slots
-        self._waiting = deque(enumerate(jobs))
-        self._left: dict[int, int] = {}
-        self._outputs: list[list[int]] = [[] for _ in jobs]
-        self._plans = 0
-
-    def run(self) -> list[list[int]]:
-        while self._waiting or self._left:
-            self._take(self._engine.carry_out(self._plan()))
-        return self._outputs
-
-    @property
-    def steps(self) -> int:
-        return self._plans
-
-    def _plan(self) -> Plan:
-        admissions: list[Admission] = []
-        # Those that decode come first; what is left of the budget goes to prompts, in order.
-        budget = TOKEN_BUDGET - sum(left == 0 for left in self._left.values())
-        while self._waiting and len(self._left) < self._slots and budget > sum(self._left.values()):
-            number, job = self._waiting.popleft()
-            sampling = RunnerSampling(max_tokens=job.max_tokens, seed=job.seed, temperature=0.0, ignore_eos=True)
-            admissions.append(Admission(number, job.prompt, len(job.prompt), sampling))
-            self._left[number] = len(job.prompt)
-        most = []
-        for number, left in self._left.items():
-            chunk = min(left, budget) if left else 1
-            budget -= chunk if left else 0
-            self._left[number] = left - chunk if left else 0
-            most.append(chunk)
-        self._plans += 1
-        return Plan(1, self._plans, (), admissions, tuple(self._left), tuple(most))
-
-    def _take(self, result: Result) -> None:
-        at = 0
-        for number, sampled, finish in zip(result.sequence_ids, result.num_sampled, result.finishes, strict=True):
-            self._outputs[number] += result.token_ids[at : at + sampled]
-            at += sampled
-            if finish != SequenceFinish.NONE:
-                del self._left[number]
 
 
 def run_bare(engine: Engine, jobs: Sequence[Job], slots: int) -> Run:
@@ -191,7 +134,8 @@ class Compared:
 
     def _cpu_ms(self, runs: Sequence[Run], process: str) -> CpuTime:
         def median(thread: str) -> float:
-            return statistics.median(getattr(run.cpu[process], thread) / run.steps for run in runs) * 1e3
+            seconds: list[float] = [getattr(run.cpu[process], thread) / run.steps for run in runs]
+            return statistics.median(seconds) * 1e3
 
         return CpuTime(median("main"), median("others"))
 
