@@ -15,7 +15,7 @@ from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
 _COMMANDS = (
     "serve", "generate", "requests", "executors", "queue", "actions", "load", "health", "models", "db", "auth", "bench", "demo",
-    "completion",
+    "simulate", "completion",
 )  # fmt: skip
 
 

@@ -1,0 +1,94 @@
+"""Watches a simulation: columns of requests, of steps, and of gaps between tokens.
+
+Everything about requests comes from the core's effects, which is what clients are told. Must not know: the core's state, what
+figures are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenmill_scheduler.core.records import Effect, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.request import TERMINAL, State
+
+from tokenmill_simulator.requests import SimulatedRequest
+from tokenmill_simulator.simulation import Step
+
+Floats = NDArray[np.float64]
+
+
+class Measures:
+    """Columns of requests by their place among all (NaN: has not happened), of steps, and all gaps between tokens."""
+
+    def __init__(self, requests: Sequence[SimulatedRequest]) -> None:
+        count = len(requests)
+        self.requests = requests
+        self.arrival_s: Floats = np.array([request.arrival.at_s for request in requests])
+        self.started_s: Floats = np.full(count, np.nan)
+        self.first_token_s: Floats = np.full(count, np.nan)
+        self.last_token_s: Floats = np.full(count, np.nan)
+        self.ended_s: Floats = np.full(count, np.nan)
+        self.tokens = np.zeros(count, dtype=np.int64)
+        self.done = np.zeros(count, dtype=np.bool_)
+        self.steps: list[Step] = []
+        self._gaps: list[Floats] = []
+
+    def happened(self, effects: list[Effect], now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, TokensGenerated):
+                self._tokens(effect, now_s)
+            elif isinstance(effect, Transitioned):
+                self._moved(effect, now_s)
+
+    def stepped(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def _tokens(self, effect: TokensGenerated, now_s: float) -> None:
+        rows = np.array(list(map(int, effect.request_ids)))
+        gaps = now_s - self.last_token_s[rows]
+        self.tokens[rows] += np.array(effect.counts)
+        self.last_token_s[rows] = now_s
+        first = np.isnan(gaps)
+        if first.any():
+            self.first_token_s[rows[first]] = now_s
+            gaps = gaps[~first]
+        self._gaps.append(gaps)
+
+    def _moved(self, effect: Transitioned, now_s: float) -> None:
+        row = int(effect.request_id)
+        if effect.after is State.PREFILL and np.isnan(self.started_s[row]):
+            self.started_s[row] = now_s
+        elif effect.after in TERMINAL:
+            self.ended_s[row] = now_s
+            self.done[row] = effect.after is State.DONE
+
+    # ---- what came of it -------------------------------------------------------------------------------------------------------
+
+    @property
+    def time_to_first_token_s(self) -> Floats:
+        """Of those that had a token."""
+        times = self.first_token_s - self.arrival_s
+        return times[~np.isnan(times)]
+
+    @property
+    def inter_token_s(self) -> Floats:
+        return np.concatenate(self._gaps) if self._gaps else np.zeros(0)
+
+    @property
+    def latency_s(self) -> Floats:
+        """Of those that were done."""
+        return (self.ended_s - self.arrival_s)[self.done]
+
+    @property
+    def queue_time_s(self) -> Floats:
+        """Until they first ran."""
+        times = self.started_s - self.arrival_s
+        return times[~np.isnan(times)]
+
+    def met(self, ttft_s: float, itl_s: float) -> NDArray[np.bool_]:
+        """Requests that are done, had their first token in time, then one every `itl_s` on average (DistServe, OSDI 2024)."""
+        mean_s = (self.last_token_s - self.first_token_s) / np.maximum(1, self.tokens - 1)
+        in_time = (self.first_token_s - self.arrival_s <= ttft_s) & (mean_s <= itl_s)
+        return self.done & in_time

@@ -1,0 +1,141 @@
+"""Machines to simulate: a step's cost, the room for KV blocks, and limits that fit them.
+
+Computed ones come from what vendors publish; measured ones are fitted to milliseconds of the real CPU executor, which are kept in
+`measured.json` with how they were measured. Must not know: arrivals, the core.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+
+from tokenmill_simulator.cost import StepCost
+
+_GB = 1e9
+# Shares of the published peaks that good kernels reach in large matrix products and in long reads.
+_COMPUTE_SHARE = 0.6
+_BANDWIDTH_SHARE = 0.85
+# Share of a device's memory for weights and KV together.
+_MEMORY_SHARE = 0.9
+# Launches, sampling and the host's work in a step; with tensor parallelism also two all-reduces a layer.
+_STEP_S = 1e-3
+_ALL_REDUCE_S = 10e-6
+_BYTES = 2  # of a bfloat16
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One executor. `kv_tokens` is the room of its KV cache."""
+
+    name: str
+    about: str
+    cost: StepCost
+    kv_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int = BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Dense bfloat16 FLOP/s without sparsity, bytes/s, bytes: the vendor's data sheet of the SXM form."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of Llama 3's models (Grattafiori et al., "The Llama 3 Herd of Models", 2024)."""
+
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token, in bfloat16."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
+
+    @property
+    def pair_flops(self) -> int:
+        """QK and PV, a multiply and an add each, for one query and one key."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+
+A100 = Device("A100-80GB", 312e12, 2.039e12, 80 * _GB)
+H100 = Device("H100-80GB", 989.4e12, 3.35e12, 80 * _GB)
+H200 = Device("H200-141GB", 989.4e12, 4.8e12, 141 * _GB)
+SHAPE_8B = Shape("8B", 8.03e9, 32, 32, 8, 128)
+SHAPE_70B = Shape("70B", 70.6e9, 80, 64, 8, 128)
+
+
+def roofline(name: str, device: Device, shape: Shape, devices: int = 1) -> Preset:
+    """`devices` share each layer (tensor parallelism)."""
+    flops = device.flops * devices * _COMPUTE_SHARE
+    bandwidth = device.bandwidth * devices * _BANDWIDTH_SHARE
+    weights = shape.parameters * _BYTES
+    token_s = 2 * shape.parameters / flops
+    reduce_s = 2 * shape.layers * _ALL_REDUCE_S if devices > 1 else 0.0
+    cost = StepCost(_STEP_S + reduce_s, weights / bandwidth, token_s, token_s, shape.kv_bytes / bandwidth, shape.pair_flops / flops)
+    kv_tokens = int((device.memory * devices * _MEMORY_SHARE - weights) / shape.kv_bytes)
+    about = (
+        f"{devices} × {device.name}, {shape.name} in bfloat16: computed from {device.flops / 1e12:g} TFLOP/s × {_COMPUTE_SHARE:g} "
+        f"and {device.bandwidth / 1e12:g} TB/s × {_BANDWIDTH_SHARE:g}"
+    )
+    return Preset(name, about, cost, kv_tokens, 131_072, max_num_seqs=256, max_num_batched_tokens=2048)
+
+
+# ---- measured ------------------------------------------------------------------------------------------------------------------
+
+
+def fit_cpu(milliseconds: Mapping[str, float], sampling_ms: float) -> StepCost:
+    """From five steps named `sequences × context`, or `chunk after context`: as many figures as there are unknowns.
+
+    k from 32 sequences at two lengths; d and the fixed cost from 32 and 8 sequences; what one sequence takes beyond the fixed cost
+    is reading the weights; p from the chunk, whose pairs cost what reading a position costs a decode's one query.
+    """
+    kv_ms = (milliseconds["32 × 512"] - milliseconds["32 × 128"]) / (32 * (512 - 128))
+    linear = {n: milliseconds[f"{n} × 128"] - n * 128 * kv_ms for n in (1, 8, 32)}
+    decode_ms = (linear[32] - linear[8]) / 24
+    fixed_ms = linear[8] - 8 * decode_ms
+    chunk_ms = milliseconds["512 after 512"] - fixed_ms - 1024 * kv_ms
+    return StepCost(
+        (fixed_ms + sampling_ms) / 1e3, max(0.0, linear[1] - fixed_ms) / 1e3, chunk_ms / 512 / 1e3, decode_ms / 1e3, kv_ms / 1e3
+    )
+
+
+def _measured(way: str, name: str) -> Preset:
+    figures = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
+    cost = fit_cpu(figures["step_ms"][way], figures["other_ms"])
+    about = f"SmolLM2-135M, {way}: measured, {figures['how']}"
+    return Preset(name, about, cost, figures["kv_tokens"], figures["max_model_len"], 64, 512)
+
+
+_MAKERS: dict[str, Callable[[str], Preset]] = {
+    "cpu-smollm2-bf16": partial(_measured, "C++ bfloat16"),
+    "cpu-smollm2-int8": partial(_measured, "C++ int8, KV int8"),
+    "cpu-smollm2-torch": partial(_measured, "torch bfloat16"),
+    "a100-8b": partial(roofline, device=A100, shape=SHAPE_8B),
+    "a100-70b": partial(roofline, device=A100, shape=SHAPE_70B, devices=4),
+    "h100-8b": partial(roofline, device=H100, shape=SHAPE_8B),
+    "h100-70b": partial(roofline, device=H100, shape=SHAPE_70B, devices=4),
+    "h200-8b": partial(roofline, device=H200, shape=SHAPE_8B),
+    "h200-70b": partial(roofline, device=H200, shape=SHAPE_70B, devices=2),
+}
+PRESETS = tuple(_MAKERS)
+
+
+def preset(name: str) -> Preset:
+    """Raises KeyError when there is none of this name."""
+    return _MAKERS[name](name)

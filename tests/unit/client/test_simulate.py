@@ -1,0 +1,111 @@
+"""`tokenmill simulate`: from options to tables, documents and pictures. Needs no server."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenmill_cli.exits import ExitCode
+from tokenmill_cli.main import main
+from tokenmill_scheduler.core.policy import POLICIES
+
+TRACE = Path(__file__).parents[2] / "golden" / "simulation" / "azure_conversation_excerpt.csv"
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["simulate", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def document(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    code, out, err = simulate(capsys, *argv, "--output", "json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_the_burst_under_static_and_continuous_batching(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = simulate(capsys, "--max-num-seqs", "8", "--compare", "static,continuous")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == "burst: 20 requests on 1 × a100-8b"
+    assert lines[3].split() == ["static", "continuous"]
+    assert {line.split("  ")[0] for line in lines[4:]} >= {"output tokens/s", "time to first token p99", "batch occupancy"}
+
+
+def test_continuous_batching_beats_static_at_equal_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    static, continuous = document(capsys, "--max-num-seqs", "8", "--compare", "static,continuous")["runs"]
+    ratio = continuous["figures"]["output_tokens_per_s"] / static["figures"]["output_tokens_per_s"]
+    assert ratio > 1.5
+    assert static["config"]["batching"] == "static"
+
+
+def test_every_policy_of_the_core_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = document(capsys, "--trace", str(TRACE), "--compare", ",".join(POLICIES), "--lanes", "20,60,20", "--tenants", "3")["runs"]
+    assert [run["config"]["policy"] for run in runs] == list(POLICIES)
+    assert {run["figures"]["output_tokens"] for run in runs} == {runs[0]["figures"]["output_tokens"]}
+    assert set(runs[0]["figures"]["lanes"]) == {"real_time", "standard", "batch"}
+
+
+def test_options_shape_the_load(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--trace", str(TRACE), "--compare", "fcfs")
+    as_recorded, dense, short, first = (
+        document(capsys, *common, *more)["runs"][0]["figures"]
+        for more in ([], ["--scale", "4"], ["--length-scale", "0.1"], ["--limit", "10"])
+    )
+    assert dense["wall_s"] < as_recorded["wall_s"]
+    assert short["output_tokens"] < as_recorded["output_tokens"] / 8
+    assert first["requests"] == 10
+
+
+def test_settings_of_the_core(capsys: pytest.CaptureFixture[str]) -> None:
+    run = document(capsys, "--set", "watermark=0.2", "--compare", "fcfs:4")["runs"][0]
+    assert (run["config"]["watermark"], run["config"]["max_num_seqs"]) == (0.2, 4)
+
+
+def test_a_table_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = simulate(capsys, "--preset", "list")
+    assert code == 0
+    assert out.startswith("cpu-smollm2-bf16")
+
+
+def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = document(capsys, "--max-num-seqs", "8", "--plots", str(tmp_path / "plots"))["plots"]
+    assert [Path(file).name for file in files] == ["occupancy.png", "queue.png", "latency.png"]
+    assert all(Path(file).read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--compare", "nope"], "'nope' is none of fcfs"),
+        (["--compare", "static:x"], "a number of slots"),
+        (["--preset", "abacus"], "no preset 'abacus'"),
+        (["--set", "color=red"], "'color' is none of"),
+        (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
+        (["--poisson"], "--poisson needs a --rate"),
+        (["--prompt-tokens", "9-1"], "not a range"),
+        (["--lanes", "1,2"], "not three shares"),
+        (["--max-num-seqs", "8", "--max-num-batched-tokens", "4"], "raise the one or lower the other"),
+    ],
+)
+def test_mistakes_are_one_sentence(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = simulate(capsys, *argv)
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert words in err
+
+
+def test_without_numpy_it_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_numpy(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("tokenmill_simulator"):
+            raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_numpy)
+    code, _, err = simulate(capsys)
+    assert (code, "pip install 'tokenmill[simulator]'" in err) == (ExitCode.FAILURE, True)
