@@ -51,7 +51,7 @@ def _attention_errors(
         backend.allocate(NUM_BLOCKS, BLOCK_SIZE)
     errors = dict.fromkeys(candidates, 0.0)
     size = 1 if device.type == "cuda" else 8  # interpreted kernels take their time
-    blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+    blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE, groups=len(shape.layout.groups))
     long, short, late, single = (blocks.track([1] * (length // size)) for length in (1500, 40, 700, 8))
     generator = torch.Generator().manual_seed(0)
     for counts in (

@@ -28,7 +28,7 @@ class Advance:
     end: int
 
 
-def build_batch(advances: SequenceOf[Advance], block_size: int) -> Batch:
+def build_batch(advances: SequenceOf[Advance], block_size: int, num_groups: int = 1) -> Batch:
     """One row for each advance, in order; see `Batch` for shapes. `advances` must not be empty."""
     starts = np.array([advance.start for advance in advances], dtype=np.int32)
     context_lens = np.array([advance.end for advance in advances], dtype=np.int32)
@@ -38,8 +38,8 @@ def build_batch(advances: SequenceOf[Advance], block_size: int) -> Batch:
     # Position of a token: its index in the flat batch, moved so that its sequence's first lands on `start`.
     rows = np.repeat(np.arange(len(advances), dtype=np.int32), counts)
     positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[rows]
-    tables = _block_tables(advances)
-    slots = tables[rows, positions // block_size] * np.int32(block_size) + positions % np.int32(block_size)
+    tables = _block_tables(advances, num_groups)
+    slots = tables[:, rows, positions // block_size] * np.int32(block_size) + positions % np.int32(block_size)
     sample_rows = [row for row, advance in enumerate(advances) if advance.end == len(advance.sequence.token_ids)]
     return Batch(
         token_ids=_token_ids(advances),
@@ -60,9 +60,9 @@ def _token_ids(advances: SequenceOf[Advance]) -> np.ndarray[tuple[int], np.dtype
     return np.array(tokens, dtype=np.int32)
 
 
-def _block_tables(advances: SequenceOf[Advance]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+def _block_tables(advances: SequenceOf[Advance], num_groups: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int32]]:
     counts = np.array([advance.sequence.table.count for advance in advances], dtype=np.int32)
-    tables = np.zeros((len(advances), counts.max()), dtype=np.int32)
+    tables = np.zeros((num_groups, len(advances), counts.max()), dtype=np.int32)
     # Row by row into the places that a mask leaves open: one copy for all rows.
-    tables[np.arange(tables.shape[1]) < counts[:, None]] = np.concatenate([advance.sequence.table.blocks for advance in advances])
+    tables[:, np.arange(tables.shape[2]) < counts[:, None]] = np.concatenate([a.sequence.table.rows for a in advances], axis=1)
     return tables

@@ -1,5 +1,8 @@
 """The pool of KV blocks, and the table that maps a sequence's positions to its blocks.
 
+Layers may be of several groups (see `BlockGroup`): a table then has a row for each, all drawn from the one pool. Where a group has
+a window, the blocks that it leaves behind go back to the pool, all but those of the sinks.
+
 A full block that is computed can be indexed by its digest, and is then shared, by reference, with every sequence whose tokens
 begin alike. It is never written again: a sequence writes only behind its last full block, in blocks it alone holds. So sharing
 never needs a copy on write. An indexed block that nobody references stays as it is until its memory is wanted.
@@ -15,39 +18,67 @@ import numpy as np
 
 from tokenmill_executor.prefix import PrefixIndex
 from tokenmill_executor.records import Blocks
-from tokenmill_executor.runner import Int32Array
+from tokenmill_executor.runner import ONE_GROUP, BlockGroup, Int32Array
 
 
 class BlockTable:
-    """The blocks of one sequence: block i holds positions i * block_size to (i + 1) * block_size - 1."""
+    """The blocks of one sequence: block i of a group holds positions i * block_size to (i + 1) * block_size - 1.
 
-    __slots__ = ("_blocks", "count")
+    `gaps` has for each group the first block that its window has left behind and the one after the last; 0 stands in their places.
+    """
 
-    def __init__(self) -> None:
-        self._blocks = np.zeros(8, dtype=np.int32)
+    __slots__ = ("_rows", "count", "gaps")
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self._rows = np.zeros((num_groups, 8), dtype=np.int32)
         self.count = 0
+        self.gaps = [(0, 0)] * num_groups
 
     @property
     def blocks(self) -> Int32Array:
-        """[count], a view that is good until the table changes."""
-        return self._blocks[: self.count]
+        """[count], those of the first group, a view that is good until the table changes."""
+        return self._rows[0, : self.count]
 
-    def extend(self, blocks: list[int]) -> None:
-        end = self.count + len(blocks)
-        if end > len(self._blocks):
-            grown = np.zeros(max(end, 2 * len(self._blocks)), dtype=np.int32)
-            grown[: self.count] = self.blocks
-            self._blocks = grown
-        self._blocks[self.count : end] = blocks
+    @property
+    def rows(self) -> Int32Array:
+        """[groups, count], a view that is good until the table changes."""
+        return self._rows[:, : self.count]
+
+    def extend(self, blocks: SequenceOf[int]) -> None:
+        """By equally many blocks of each group, those of the first group first."""
+        groups, capacity = self._rows.shape
+        end = self.count + len(blocks) // groups
+        if end > capacity:
+            grown = np.zeros((groups, max(end, 2 * capacity)), dtype=np.int32)
+            grown[:, : self.count] = self.rows
+            self._rows = grown
+        self._rows[:, self.count : end] = np.reshape(blocks, (groups, -1))
         self.count = end
 
     def replace(self, index: int, block: int) -> None:
-        self._blocks[index] = block
+        """Of the first group."""
+        self._rows[0, index] = block
+
+    def leave_behind(self, group: int, sinks: int, end: int) -> list[int]:
+        """Gives up the blocks of a group before `end`, but for the first `sinks`; returns those of them that it still had."""
+        row = self._rows[group, max(sinks, self.gaps[group][1]) : end]
+        held: list[int] = row.tolist()
+        row[:] = 0
+        self.gaps[group] = (sinks, end)
+        return held
+
+    def held(self) -> list[int]:
+        """All that the table has a reference to."""
+        blocks: list[int] = []
+        for row, (start, end) in zip(self.rows.tolist(), self.gaps, strict=True):
+            blocks += row[:start] + row[end:]
+        return blocks
 
     def clear(self) -> list[int]:
         """Empties the table and returns what it held."""
-        held: list[int] = self.blocks.tolist()
+        held = self.held()
         self.count = 0
+        self.gaps = [(0, 0)] * len(self.gaps)
         return held
 
 
@@ -57,23 +88,35 @@ class BlockPool:
     Callers speak of tables, digests and numbers of tokens, never of single blocks, so that sharing stays the pool's own affair.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: SequenceOf[BlockGroup] = ONE_GROUP) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_groups = len(groups)
+        self._groups = tuple(groups)
+        # The groups with a window, each with its number and the blocks of its sinks.
+        self._sliding = [(g, i, g.sink_blocks(block_size)) for i, g in enumerate(groups) if g.sliding_window is not None]
         # A stack: the block dropped last is taken first, its memory most likely still in a cache.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
         self.index = PrefixIndex()
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill, the last one perhaps in part."""
-        return -(-num_tokens // self.block_size)
+    def new_table(self) -> BlockTable:
+        """An empty one."""
+        return BlockTable(self.num_groups)
+
+    def least_for(self, num_tokens: int) -> int:
+        """Blocks without which so many tokens cannot be computed, not even one by one."""
+        return sum(group.most_blocks(num_tokens, 1, self.block_size) for group in self._groups)
+
+    def missing(self, table: BlockTable, num_tokens: int) -> int:
+        """Blocks that `table` lacks to cover the first `num_tokens` positions; not above 0 if it covers them."""
+        return self.num_groups * (-(-num_tokens // self.block_size) - table.count)
 
     def can_allocate(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether `table` can be made to cover the first `num_tokens` positions."""
-        return self.blocks_for(num_tokens) - table.count <= len(self._free) + self.index.num_unreferenced
+        return self.missing(table, num_tokens) <= len(self._free) + self.index.num_unreferenced
 
     def share(self, table: BlockTable, digests: SequenceOf[bytes]) -> int:
         """Gives an empty table the blocks of the longest indexed chain of `digests`, and returns how many. `release` undoes it."""
@@ -105,7 +148,7 @@ class BlockPool:
     def allocate(self, table: BlockTable, num_tokens: int) -> None:
         """Makes `table` cover the first `num_tokens` positions. The caller has asked `can_allocate`."""
         assert self.can_allocate(table, num_tokens), "allocate without can_allocate"
-        missing = self.blocks_for(num_tokens) - table.count
+        missing = self.missing(table, num_tokens)
         if missing <= 0:
             return
         # Free ones first, whatever is cached is worth more; then those that have been of no use for longest.
@@ -115,6 +158,14 @@ class BlockPool:
         for block in taken:
             self._references[block] += 1
         table.extend(taken)
+
+    def slide(self, table: BlockTable, computed: int) -> None:
+        """Takes back what no query at position `computed` or later can see any more."""
+        for group, row, sinks in self._sliding:
+            end = group.first_needed(computed, self.block_size)
+            if end > max(sinks, table.gaps[row][1]):
+                for block in table.leave_behind(row, sinks, end):
+                    self._let_go(block)
 
     def release(self, table: BlockTable) -> None:
         """Drops the table's references, and empties it. A second release of it does nothing."""
@@ -140,8 +191,8 @@ class BlockPool:
         """Raises AssertionError unless the counts agree with `tables`, all those that hold blocks. O(blocks): for idle times."""
         references = [0] * self.num_blocks
         for table in tables:
-            for block in table.blocks:
-                references[int(block)] += 1
+            for block in table.held():
+                references[block] += 1
         assert references == self._references, "reference counts disagree with the tables"
         self.index.check(references)
         unreferenced = [block for block, count in enumerate(references) if count == 0 and block not in self.index]

@@ -63,7 +63,7 @@ class Engine:
         """Makes the runner allocate its cache. Without a `hasher` no prefix is cached."""
         runner.allocate(num_blocks, block_size)
         self._runner = runner
-        self._pool = BlockPool(num_blocks, block_size)
+        self._pool = BlockPool(num_blocks, block_size, runner.description.block_groups)
         self._sequences: dict[int, Sequence] = {}
         self._most_known = _KNOWN_PER_STEP * max_num_seqs
         description = runner.description
@@ -146,7 +146,7 @@ class Engine:
                 faults.append(Fault(admission.sequence_id, SequenceFault.ERROR, error))
                 continue
             root = b"" if self._hasher is None else self._hasher.root(admission.cache_salt)
-            self._sequences[admission.sequence_id] = Sequence(admission, self._limits, root)
+            self._sequences[admission.sequence_id] = Sequence(admission, self._limits, self._pool.new_table(), root)
 
     def _reserve(self, plan: Plan, faults: list[Fault]) -> list[Advance]:
         """Takes the blocks that this step writes to, sequence after sequence in plan order; those that get none stay behind."""
@@ -179,13 +179,13 @@ class Engine:
 
     def _take_blocks(self, sequence: Sequence, end: int, faults: list[Fault]) -> bool:
         known = len(sequence.token_ids)
-        needed = self._pool.blocks_for(known)
+        needed = self._pool.least_for(known)
         if needed > self._pool.num_blocks:
             detail = f"{known} tokens need {needed} blocks, there are {self._pool.num_blocks}"
             self._fail(sequence, SequenceFault.TOO_LONG, detail, faults)
             return False
         if not self._pool.can_allocate(sequence.table, end):
-            missing = self._pool.blocks_for(end) - sequence.table.count
+            missing = self._pool.missing(sequence.table, end)
             faults.append(
                 Fault(sequence.sequence_id, SequenceFault.NO_BLOCKS, f"{missing} more blocks are wanted, too few are free")
             )
@@ -224,7 +224,7 @@ class Engine:
         return parts
 
     def _step(self, advances: SequenceOf[Advance]) -> _Part:
-        batch = build_batch(advances, self._pool.block_size)
+        batch = build_batch(advances, self._pool.block_size, self._pool.num_groups)
         return _Part(advances, batch.sample_rows.tolist(), self._runner.step(batch))
 
     def _collect(self, part: _Part, columns: _Columns) -> None:
@@ -258,6 +258,8 @@ class Engine:
         columns.num_computed[advance.entry] = advance.end - advance.start
         sequence.computed = advance.end
         self._store_blocks(sequence, advance.start, advance.end)
+        # Plans are carried out one after another: the next one begins here, and nothing that runs sees what lies behind.
+        self._pool.slide(sequence.table, sequence.computed)
 
     def _store_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Indexes the blocks that computing positions `start` to `end` - 1 has filled."""

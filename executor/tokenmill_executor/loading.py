@@ -14,7 +14,7 @@ from tokenmill_service.flags import SettingsError
 
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.prefix import PrefixHasher, hash_function
-from tokenmill_executor.runner import Runner
+from tokenmill_executor.runner import BlockGroup, Runner
 from tokenmill_executor.servicer import Service, tokenizer_digest
 from tokenmill_executor.settings import SIMULATED, Settings
 from tokenmill_executor.simulated import SimulatedRunner, StepCost
@@ -43,6 +43,8 @@ def load_runner(settings: Settings) -> Runner:
             block_size=settings.block_size,
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
+            sliding_window=settings.sliding_window,
+            attention_sinks=settings.attention_sinks,
         )
     except ModuleNotFoundError as error:
         raise SettingsError(f"{error.name} is missing, which a real model needs: pip install 'tokenmill[executor]'") from error
@@ -55,6 +57,7 @@ def _simulated_runner(settings: Settings) -> Runner:
     return SimulatedRunner(
         StepCost(cost.step_ms / 1e3, cost.prefill_token_us / 1e6, cost.decode_token_us / 1e6),
         max_model_len=settings.max_model_len or 8192,
+        block_groups=(BlockGroup(settings.sliding_window, settings.attention_sinks),),
         eos_every=cost.eos_every,
         poison_token=cost.poison_token,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
@@ -76,12 +79,17 @@ def count_blocks(settings: Settings, runner: Runner) -> int:
 
 
 def _blocks_per_sequence(settings: Settings, runner: Runner) -> int:
-    return -(-runner.description.max_model_len // settings.block_size)
+    """Of the greatest length, with as many tokens on their way as plans can have."""
+    length, on_the_way = runner.description.max_model_len, settings.pipeline_depth * settings.max_num_batched_tokens
+    return sum(group.most_blocks(length, on_the_way, settings.block_size) for group in runner.description.block_groups)
 
 
 def make_hasher(settings: Settings, runner: Runner) -> PrefixHasher | None:
     """None when prefixes are not to be cached. Raises SettingsError."""
     if not settings.enable_prefix_caching:
+        return None
+    if any(group.sliding_window is not None for group in runner.description.block_groups):
+        log.info("prefix_caching_unused", reason="layers with a sliding window give up the blocks that a prefix would be found in")
         return None
     try:
         digest = hash_function(settings.prefix_caching_hash_algo)
@@ -109,7 +117,7 @@ class Loader:
             log.warning(
                 "kv_cache_small",
                 num_blocks=self._num_blocks,
-                tokens=self._num_blocks * self._settings.block_size,
+                blocks_of_the_longest=_blocks_per_sequence(self._settings, runner),
                 max_model_len=runner.description.max_model_len,
                 advice="longer sequences will fail: raise --kv-cache-memory-bytes or lower --max-model-len",
             )

@@ -16,6 +16,36 @@ Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """Layers that share blocks: a block holds K and V of `block_size` positions for the layers of one group.
+
+    A query of these layers sees `sliding_window` positions, its own among them, and the first `sinks` ones; None: all before it.
+    """
+
+    sliding_window: int | None = None
+    sinks: int = 0
+
+    def first_needed(self, computed: int, block_size: int) -> int:
+        """The first block, behind those of the sinks, that a query at position `computed` or later can see."""
+        return 0 if self.sliding_window is None else max(0, computed - self.sliding_window + 1) // block_size
+
+    def sink_blocks(self, block_size: int) -> int:
+        return -(-self.sinks // block_size)
+
+    def most_blocks(self, num_tokens: int, step_tokens: int, block_size: int) -> int:
+        """Most blocks a sequence ever holds on its way to `num_tokens`, computed by at most `step_tokens` at once."""
+        whole = -(-num_tokens // block_size)
+        if self.sliding_window is None:
+            return whole
+        # As many as an interval of so many positions can touch.
+        positions = self.sliding_window - 1 + step_tokens
+        return min(whole, (positions + block_size - 2) // block_size + 1 + self.sink_blocks(block_size))
+
+
+ONE_GROUP = (BlockGroup(),)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one sequence are chosen; meanings and defaults as in `tokenmill.executor.v1.Sampling`."""
 
@@ -54,11 +84,14 @@ class SamplingInput:
 class Batch:
     """One step over a flat batch of S sequences and T tokens: prefill chunks and decodes mixed, in plan order.
 
+    G is the number of block groups, 1 for most models.
+
     - token_ids, positions: [T], position counted from 0 in its sequence.
-    - slots: [T], where the K and V of each token go: block * block_size + offset in the block.
+    - slots: [G, T], where the K and V of each token go in each group: block * block_size + offset in the block.
     - query_starts: [S + 1], sequence s owns tokens query_starts[s] to query_starts[s + 1] - 1.
     - context_lens: [S], tokens of each sequence that are in the cache after this step (its last position + 1).
-    - block_tables: [S, B], block of each run of block_size positions; entries beyond a sequence's context are 0.
+    - block_tables: [G, S, B], block of each run of block_size positions; entries beyond a sequence's context are 0, and so are
+      those that a group's window has left behind.
     - sample_rows: indices into S of those that reach the end of their known tokens and sample, in order; `samples` describes them.
     """
 
@@ -109,6 +142,7 @@ class RunnerDescription:
     eos_token_ids: tuple[int, ...]
     device: str
     dtype: str
+    block_groups: tuple[BlockGroup, ...] = ONE_GROUP
 
 
 class Runner(Protocol):
@@ -117,7 +151,7 @@ class Runner(Protocol):
     description: RunnerDescription
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of K and V of all layers for one block."""
+        """Bytes of K and V of a group's layers for one block."""
 
     def available_bytes(self) -> int:
         """Memory for the KV cache as the settings ask."""

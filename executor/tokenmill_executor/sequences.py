@@ -33,12 +33,12 @@ class Sequence:
 
     __slots__ = ("_end_len", "_stops", "computed", "digests", "root", "sampling", "sequence_id", "table", "token_ids")
 
-    def __init__(self, admission: Admission, limits: Limits, root: bytes = b"") -> None:
+    def __init__(self, admission: Admission, limits: Limits, table: BlockTable, root: bytes = b"") -> None:
         params = admission.params
         self.sequence_id = admission.sequence_id
         self.token_ids = list(admission.token_ids)
         self.computed = 0
-        self.table = BlockTable()
+        self.table = table
         self.root = root
         self.digests: list[bytes] = []
         # Shares the list `token_ids`, so one object serves every step.

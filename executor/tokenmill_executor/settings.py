@@ -62,6 +62,8 @@ class Settings:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
+    sliding_window: int | None
+    attention_sinks: int
     enable_prefix_caching: bool
     prefix_caching_hash_algo: str
     max_model_len: int | None
@@ -160,6 +162,15 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--gpu-memory-utilization": {"type": fraction, "default": 0.9, "help": "share of a GPU's memory for weights and KV cache"},
         "--num-gpu-blocks-override": {"type": count, "help": "number of KV blocks, whatever the memory"},
+        "--sliding-window": {
+            "type": count,
+            "help": "most positions that a token attends to; layers of the model that have a shorter window keep it",
+        },
+        "--attention-sinks": {
+            "type": count_or_zero,
+            "default": 0,
+            "help": "first positions of a sequence that tokens attend to although their window has left them behind",
+        },
         "--enable-prefix-caching": {
             "action": argparse.BooleanOptionalAction,
             "default": True,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill_executor.runner import Batch, RunnerDescription, SampledLogprobs, SamplingInput, StepOutput
+from tokenmill_executor.runner import ONE_GROUP, Batch, BlockGroup, RunnerDescription, SampledLogprobs, SamplingInput, StepOutput
 from tokenmill_executor.simulated_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, tokenizer_files
 
 FIRST_TOKEN = 32
@@ -77,8 +77,11 @@ class SimulatedRunner:
         sleep: Callable[[float], None] = time.sleep,
         poison_token: int | None = None,
         die: Callable[[], None] = _die,
+        block_groups: tuple[BlockGroup, ...] = ONE_GROUP,
     ) -> None:
-        self.description = RunnerDescription("simulated", VOCAB_SIZE, max_model_len, (EOS_TOKEN_ID,), "simulated", "none")
+        self.description = RunnerDescription(
+            "simulated", VOCAB_SIZE, max_model_len, (EOS_TOKEN_ID,), "simulated", "none", block_groups
+        )
         self._cost = cost
         self._eos_every = eos_every
         self._kv_bytes = _DEFAULT_KV_BYTES if kv_cache_memory_bytes is None else kv_cache_memory_bytes

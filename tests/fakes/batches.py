@@ -11,19 +11,20 @@ from tokenmill_executor.runner import Batch, SamplingInput, SamplingParams
 
 @dataclass(slots=True)
 class Track:
-    """A sequence: its known tokens, how many are computed, and its blocks."""
+    """A sequence: its known tokens, how many are computed, and its blocks, one for each group of layers."""
 
     sample: SamplingInput
     tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[tuple[int, ...]] = field(default_factory=list)
     computed: int = 0
 
 
 class Blocks:
-    """Hands out blocks in a shuffled order, so that a table that is read wrongly shows."""
+    """Hands out blocks in a shuffled order, so that a table that is read wrongly shows. No window leaves a block behind."""
 
-    def __init__(self, num_blocks: int, block_size: int, seed: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1) -> None:
         self.block_size = block_size
+        self.groups = groups
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
 
     def track(self, tokens: Sequence[int], params: SamplingParams | None = None, sequence_id: int = 1, prompt: int = 0) -> Track:
@@ -32,25 +33,28 @@ class Blocks:
         return Track(SamplingInput(sequence_id, known, prompt or len(known), sampling), known)
 
     def free(self, track: Track) -> None:
-        self._free += track.blocks
+        self._free += [block for blocks in track.blocks for block in blocks]
         track.blocks, track.computed = [], 0
 
     def batch(self, advances: Sequence[tuple[Track, int]]) -> Batch:
         """Advances each by so many tokens, and counts them as computed."""
         for track, count in advances:
             while len(track.blocks) * self.block_size < track.computed + count:
-                track.blocks.append(self._free.pop())
+                track.blocks.append(tuple(self._free.pop() for _ in range(self.groups)))
         counts = np.array([count for _, count in advances])
         positions = np.concatenate([np.arange(track.computed, track.computed + count) for track, count in advances])
         slots = [
-            track.blocks[position // self.block_size] * self.block_size + position % self.block_size
-            for track, count in advances
-            for position in range(track.computed, track.computed + count)
+            [
+                track.blocks[position // self.block_size][group] * self.block_size + position % self.block_size
+                for track, count in advances
+                for position in range(track.computed, track.computed + count)
+            ]
+            for group in range(self.groups)
         ]
-        tables = np.zeros((len(advances), max(len(track.blocks) for track, _ in advances)), dtype=np.int32)
+        tables = np.zeros((self.groups, len(advances), max(len(track.blocks) for track, _ in advances)), dtype=np.int32)
         token_ids: list[int] = []
         for row, (track, count) in enumerate(advances):
-            tables[row, : len(track.blocks)] = track.blocks
+            tables[:, row, : len(track.blocks)] = np.transpose(track.blocks)
             token_ids += track.tokens[track.computed : track.computed + count]
             track.computed += count
         sampling = [row for row, (track, _) in enumerate(advances) if track.computed == len(track.tokens)]

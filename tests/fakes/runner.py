@@ -85,7 +85,7 @@ class OracleRunner:
         return output
 
     def _write(self, batch: Batch) -> None:
-        slots = batch.slots.tolist()
+        (slots,) = batch.slots.tolist()
         assert len(set(slots)) == len(slots), "two tokens of a step share a slot"
         assert all(0 <= slot < self._num_slots for slot in slots)
         for array in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.context_lens, batch.block_tables):
@@ -96,7 +96,7 @@ class OracleRunner:
     def _read(self, batch: Batch, row: int) -> list[int]:
         context = []
         length = int(batch.context_lens[row])
-        table = batch.block_tables[row].tolist()
+        table = batch.block_tables[0, row].tolist()
         assert not any(table[-(-length // self._block_size) :]), "entries beyond the context are not 0"
         for position in range(length):
             slot = table[position // self._block_size] * self._block_size + position % self._block_size

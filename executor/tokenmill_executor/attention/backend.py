@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tokenmill_executor.attention.layout import CacheLayout, cache_layout
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.runner import Batch, Int32Array
 from tokenmill_executor.upload import upload
@@ -18,7 +19,12 @@ from tokenmill_executor.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a cache is made for. `scale` multiplies the scores: 1 / sqrt(head_dim)."""
+    """What a cache is made for.
+
+    `windows` has for each layer how many positions a query sees, its own among them (None: all). Past a window it sees the first
+    `sinks` positions too (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; positions are
+    those in the text). `scale` multiplies the scores, by default 1 / sqrt(head_dim).
+    """
 
     num_layers: int
     num_heads: int
@@ -27,23 +33,47 @@ class CacheShape:
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     device: torch.device
+    sinks: int = 0
+    attention_scale: float | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:
-        return cls(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.windows, dtype, device)
+        return cls(
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.windows,
+            dtype,
+            device,
+            config.sinks,
+            config.attention_scale,
+        )
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
+
+    @property
+    def layout(self) -> CacheLayout:
+        return cache_layout(self.windows, self.sinks)
 
     def block_bytes(self, block_size: int) -> int:
-        """K and V of all layers for one block."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize * block_size
+        """K and V of a group's layers for one block."""
+        return 2 * self.layout.layers_per_group * self.num_kv_heads * self.head_dim * self.dtype.itemsize * block_size
+
+    def make_cache(self, num_blocks: int, block_size: int) -> list[torch.Tensor]:
+        """For each place of a group, K or V of all blocks, [num_blocks, block_size, num_kv_heads, head_dim].
+
+        Zeros, not garbage, for the reason given at `AttentionBackend.erase`.
+        """
+        size = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        return [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(self.layout.layers_per_group)]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The parts of `Batch` that attention needs, as it has them: on the host, int32. `slots_on_device` is [T] int64."""
+    """The parts of `Batch` that attention needs, as it has them: on the host, int32. `slots_on_device` is [G, T] int64."""
 
     query_starts: Int32Array
     context_lens: Int32Array
@@ -59,7 +89,8 @@ class AttentionBatch:
 class DecodeInputs:
     """One token of each of N sequences, on the device, int32: what a captured graph reads, so at addresses that stay.
 
-    A row of padding has slot -1 and context length 0. `rows` counts from 0 to N - 1, `query_starts` to N; `firsts` are all 0.
+    `slots` are [G, N], `block_tables` [G, N, B]. A row of padding has slot -1 and context length 0. `rows` counts from 0 to N - 1,
+    `query_starts` to N; `firsts` are all 0.
     """
 
     slots: torch.Tensor

@@ -1,11 +1,13 @@
 """Paged attention in plain torch, for any device: gathers a sequence's blocks, then scaled dot-product attention.
 
-Readable and right before fast. Decodes of like length are attended together; a chunk of several tokens by itself.
+Readable and right before fast. Decodes of like length are attended together; a chunk of several tokens by itself, a long one behind
+much context in pieces, so that memory stays bounded. Of a layer with a window only the blocks that it sees are gathered.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,115 +21,166 @@ _Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 # Decodes gathered at once: on a CPU so many that what was gathered still lies in its caches when it is read (measured: 2,048
 # positions take 70 ms for 32 decodes of 512 where all at once take 110); elsewhere the fewest calls.
 _POSITIONS_AT_ONCE = {"cpu": 2048.0}
+# Scores (queries times heads of a group times keys) of one call: what a mask, and what is made of it, takes memory for.
+_SCORES_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the layers of one group see of a piece: blocks and which of their positions.
+
+    - tables: [sequences, blocks].
+    - keys: [sequences, blocks * block_size], the position that each key has.
+    """
+
+    tables: torch.Tensor
+    keys: torch.Tensor
 
 
 @dataclass(slots=True)
-class _Group:
-    """Sequences attended in one call: either one chunk (one sequence) or decodes (one query each).
+class _Piece:
+    """Sequences attended in one call: either consecutive queries of one sequence, or decodes (one query each).
 
     - rows: indices of its queries into the flat batch, [sequences * queries].
-    - tables: [sequences, blocks], all blocks up to the longest context.
-    - positions: [sequences, queries], of the queries.
+    - sequences: their places in the batch, [sequences].
+    - positions: [sequences, queries], of the queries; `last` is that of each sequence's last one, on the host.
+    - whole: no other piece has queries of these sequences, so that its masks are few, and kept.
     """
 
     rows: torch.Tensor
-    tables: torch.Tensor
+    sequences: _Rows
     positions: torch.Tensor
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None, block_size: int, shared: int) -> torch.Tensor:
-        """[sequences, 1, shared * queries, keys], True where a query may look. Made once for each kind of layer."""
-        if window not in self.masks:
-            keys = torch.arange(self.tables.shape[1] * block_size, device=self.tables.device)
-            distance = self.positions[:, :, None] - keys
-            seen = distance >= 0
-            if window is not None:
-                seen &= distance < window
-            self.masks[window] = seen.repeat(1, shared, 1)[:, None]
-        return self.masks[window]
+    last: _Rows
+    whole: bool
+    views: dict[int, _View] = field(default_factory=dict)
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ReferenceAttention:
-    """K and V are [layer][num_blocks, block_size, num_kv_heads, head_dim]."""
+    """K and V are [place in a group][num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape
+        self._layout = shape.layout
         self._block_size = 0
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
-        self._groups: list[_Group] = []
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._pieces: list[_Piece] = []
+        self._slots = torch.empty((0, 0), dtype=torch.int64)
+        self._block_tables = np.zeros((0, 0, 0), dtype=np.int32)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        shape = self._shape
         self._block_size = block_size
         self._keys, self._values = [], []  # an earlier cache is freed before a new one is made
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        # Zeros, not garbage, for the reason given at `AttentionBackend.erase`.
-        self._keys = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.num_layers)]
-        self._values = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.num_layers)]
+        self._keys = self._shape.make_cache(num_blocks, block_size)
+        self._values = self._shape.make_cache(num_blocks, block_size)
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._slots = batch.slots_on_device
+        self._block_tables = batch.block_tables
         counts = np.diff(batch.query_starts)
-        self._groups = [self._group(batch, np.array([row])) for row in np.flatnonzero(counts > 1)]
+        self._pieces = [piece for row in np.flatnonzero(counts > 1).tolist() for piece in self._chunk(batch, row)]
         most = _POSITIONS_AT_ONCE.get(self._shape.device.type, math.inf)
-        self._groups += [self._group(batch, rows) for rows in _alike(np.flatnonzero(counts == 1), batch.context_lens, most)]
+        decodes = _alike(np.flatnonzero(counts == 1), batch.context_lens, most)
+        self._pieces += [self._piece(batch, rows, 0, 1, whole=True) for rows in decodes]
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._keys[layer].flatten(0, 1).index_copy_(0, self._slots, key)
-        self._values[layer].flatten(0, 1).index_copy_(0, self._slots, value)
+        group, place = self._layout.places[layer]
+        self._keys[place].flatten(0, 1).index_copy_(0, self._slots[group], key)
+        self._values[place].flatten(0, 1).index_copy_(0, self._slots[group], value)
 
     def erase(self, rows: torch.Tensor) -> None:
-        slots = self._slots[rows]
+        slots = self._slots[:, rows].flatten()
         for cache in (*self._keys, *self._values):
             cache.flatten(0, 1).index_fill_(0, slots, 0.0)
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        if len(self._groups) == 1 and self._groups[0].tables.shape[0] == 1:
-            return self._attend(layer, query, self._groups[0])  # one sequence: its rows are the batch
+        if len(self._pieces) == 1 and len(self._pieces[0].sequences) == 1:
+            return self._attend(layer, query, self._pieces[0])  # one sequence: its rows are the batch
         out = torch.empty_like(query)
-        for group in self._groups:
-            out.index_copy_(0, group.rows, self._attend(layer, query.index_select(0, group.rows), group))
+        for piece in self._pieces:
+            out.index_copy_(0, piece.rows, self._attend(layer, query.index_select(0, piece.rows), piece))
         return out
 
-    def _attend(self, layer: int, query: torch.Tensor, group: _Group) -> torch.Tensor:
+    def _attend(self, layer: int, query: torch.Tensor, piece: _Piece) -> torch.Tensor:
         """[sequences * queries, num_heads, head_dim] → the same."""
-        shape, (sequences, queries) = self._shape, group.positions.shape
+        shape, (sequences, queries) = self._shape, piece.positions.shape
+        group, place = self._layout.places[layer]
+        view = self._view(piece, group)
         # The query heads that share a KV head become more queries of it, so that K and V are not repeated.
         shared = shape.num_heads // shape.num_kv_heads
         heads = query.view(sequences, queries, shape.num_kv_heads, shared, shape.head_dim).permute(0, 2, 3, 1, 4)
         out = F.scaled_dot_product_attention(
             heads.reshape(sequences, shape.num_kv_heads, shared * queries, shape.head_dim),
-            self._gather(self._keys[layer], group),
-            self._gather(self._values[layer], group),
-            attn_mask=group.mask(shape.windows[layer], self._block_size, shared),
+            self._gather(self._keys[place], view),
+            self._gather(self._values[place], view),
+            attn_mask=self._mask(piece, group, view),
             scale=shape.scale,
         )
         return out.view(heads.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)
 
-    def _gather(self, cache: torch.Tensor, group: _Group) -> torch.Tensor:
+    def _gather(self, cache: torch.Tensor, view: _View) -> torch.Tensor:
         """[sequences, num_kv_heads, keys, head_dim]."""
-        sequences = group.tables.shape[0]
-        blocks = cache.index_select(0, group.tables.flatten())
+        sequences = view.tables.shape[0]
+        blocks = cache.index_select(0, view.tables.flatten())
         return blocks.view(sequences, -1, self._shape.num_kv_heads, self._shape.head_dim).transpose(1, 2)
 
-    def _group(self, batch: AttentionBatch, sequences: _Rows) -> _Group:
-        """Of sequences with equally many queries, longest context last."""
-        device = self._shape.device
-        contexts = batch.context_lens[sequences].astype(np.int64)
-        queries = int(batch.query_starts[sequences[0] + 1] - batch.query_starts[sequences[0]])
-        steps = np.arange(queries)
-        rows = batch.query_starts[sequences].astype(np.int64)[:, None] + steps
-        num_blocks = -(-contexts // self._block_size)
-        tables = batch.block_tables[sequences, : num_blocks.max()].astype(np.int64)
-        # A shorter table is filled up with a block of its own, so that what happens to other sequences cannot reach it.
-        tables = np.where(np.arange(tables.shape[1]) < num_blocks[:, None], tables, tables[:, :1])
-        return _Group(
+    def _chunk(self, batch: AttentionBatch, sequence: int) -> Iterator[_Piece]:
+        """The queries of one sequence, so many at once as memory is bounded for."""
+        count = int(batch.query_starts[sequence + 1] - batch.query_starts[sequence])
+        shared = self._shape.num_heads // self._shape.num_kv_heads
+        at_once = max(1, _SCORES_AT_ONCE // (shared * int(batch.context_lens[sequence])))
+        for first in range(0, count, at_once):
+            yield self._piece(batch, np.array([sequence]), first, min(count - first, at_once), whole=count <= at_once)
+
+    def _piece(self, batch: AttentionBatch, sequences: _Rows, first: int, queries: int, *, whole: bool) -> _Piece:
+        """Of each sequence so many queries from its `first` on."""
+        device, starts = self._shape.device, batch.query_starts
+        steps = first + np.arange(queries)
+        rows = starts[sequences].astype(np.int64)[:, None] + steps
+        before = batch.context_lens[sequences].astype(np.int64) - (starts[sequences + 1] - starts[sequences])
+        positions = before[:, None] + steps
+        return _Piece(
             rows=torch.from_numpy(rows.reshape(-1)).to(device),
-            tables=torch.from_numpy(tables).to(device),
-            positions=torch.from_numpy(contexts[:, None] - queries + steps).to(device),
+            sequences=sequences,
+            positions=torch.from_numpy(positions).to(device),
+            last=positions[:, -1],
+            whole=whole,
         )
+
+    def _view(self, piece: _Piece, group: int) -> _View:
+        """Made once for the layers of a group: the sinks' blocks, then those from the first query's window to the last query."""
+        if group not in piece.views:
+            size, kind, tables = self._block_size, self._layout.groups[group], self._block_tables[group]
+            sinks = kind.sink_blocks(size)
+            ends = piece.last // size + 1
+            firsts = np.array([kind.first_needed(last + 1 - piece.positions.shape[1], size) for last in piece.last.tolist()])
+            firsts = np.maximum(firsts, sinks)
+            places = np.arange(max(1, (np.minimum(sinks, ends) + np.maximum(ends - firsts, 0)).max()))
+            blocks = np.where(places < sinks, places, places - sinks + firsts[:, None])
+            # A shorter table is filled up with a block of its own, so that what happens to other sequences cannot reach it.
+            own = np.where(blocks < ends[:, None], blocks, ends[:, None] - 1)
+            keys = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1)
+            device = self._shape.device
+            piece.views[group] = _View(
+                torch.from_numpy(tables[piece.sequences[:, None], own].astype(np.int64)).to(device),
+                torch.from_numpy(keys).to(device),
+            )
+        return piece.views[group]
+
+    def _mask(self, piece: _Piece, group: int, view: _View) -> torch.Tensor:
+        """[sequences, 1, shared * queries, keys], True where a query may look."""
+        mask = piece.masks.get(group)
+        if mask is None:
+            kind, shared = self._layout.groups[group], self._shape.num_heads // self._shape.num_kv_heads
+            distance = piece.positions[:, :, None] - view.keys[:, None]
+            seen = distance >= 0
+            if kind.sliding_window is not None:
+                seen &= (distance < kind.sliding_window) | (view.keys < kind.sinks)[:, None]
+            mask = seen.repeat(1, shared, 1)[:, None]
+            if piece.whole:
+                piece.masks[group] = mask
+        return mask
 
 
 def _alike(decodes: _Rows, context_lens: Int32Array, most_positions: float) -> list[_Rows]:

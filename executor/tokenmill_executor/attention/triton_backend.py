@@ -55,7 +55,7 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all layers of a step share, on the device."""
+    """What all layers of a step share, on the device; slots and block tables for each group of layers."""
 
     slots: torch.Tensor
     query_starts: torch.Tensor
@@ -65,7 +65,7 @@ class _Step:
 
 
 class TritonAttention:
-    """K and V are [layer][num_blocks, block_size, num_kv_heads, head_dim].
+    """K and V are [place in a group][num_blocks, block_size, num_kv_heads, head_dim].
 
     `num_processors` is that of the device's multiprocessors, by default as the device says.
     """
@@ -78,6 +78,7 @@ class TritonAttention:
         chunk: Tiling | None = None,
     ) -> None:
         self._shape = shape
+        self._layout = shape.layout
         self._group = shape.num_heads // shape.num_kv_heads
         self._head_padded = max(16, triton.next_power_of_2(shape.head_dim))
         self._decode = decode or DECODE[shape.dtype.itemsize]
@@ -89,12 +90,10 @@ class TritonAttention:
         self._step: _Step | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        shape = self._shape
         self._block_size = block_size
         self._keys, self._values = [], []  # an earlier cache is freed before a new one is made
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        self._keys = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.num_layers)]
-        self._values = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.num_layers)]
+        self._keys = self._shape.make_cache(num_blocks, block_size)
+        self._values = self._shape.make_cache(num_blocks, block_size)
 
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         """Into how many parts, a power of two, each sequence's positions are split."""
@@ -133,13 +132,14 @@ class TritonAttention:
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         shape, step = self._shape, self._ready()
+        group, place = self._layout.places[layer]
         row = shape.num_kv_heads * shape.head_dim
         write_kv_kernel[(len(key),)](
             key,
             value,
-            self._keys[layer],
-            self._values[layer],
-            step.slots,
+            self._keys[place],
+            self._values[place],
+            step.slots[group],
             _row_stride(key),
             _row_stride(value),
             ROW=row,
@@ -153,13 +153,15 @@ class TritonAttention:
         return out
 
     def erase(self, rows: torch.Tensor) -> None:
-        slots = self._ready().slots[rows]
+        slots = self._ready().slots[:, rows].flatten()
         for cache in (*self._keys, *self._values):
             cache.flatten(0, 1).index_fill_(0, slots, 0.0)
 
     def _attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, launch: _Launch) -> None:
         shape, step, tiling = self._shape, self._ready(), launch.tiling
         splits = launch.splits
+        group, place = self._layout.places[layer]
+        window = shape.windows[layer] or 0
         parts = len(query) * shape.num_heads * splits if splits > 1 else 0
         partial_out = torch.empty(parts * shape.head_dim, dtype=torch.float32, device=query.device)
         partial_max = torch.empty(parts, dtype=torch.float32, device=query.device)
@@ -170,22 +172,23 @@ class TritonAttention:
             partial_max,
             partial_sum,
             query,
-            self._keys[layer],
-            self._values[layer],
-            step.block_tables,
+            self._keys[place],
+            self._values[place],
+            step.block_tables[group],
             step.query_starts,
             step.context_lens,
             launch.sequences,
             launch.firsts,
             shape.scale * math.log2(math.e),
             _row_stride(query),
-            step.block_tables.stride(0),
+            step.block_tables.stride(1),
             NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=self._group,
             HEAD_DIM=shape.head_dim,
             HEAD_PADDED=self._head_padded,
             BLOCK_SIZE=self._block_size,
-            WINDOW=shape.windows[layer] or 0,
+            WINDOW=window,
+            SINKS=shape.sinks if window else 0,
             QUERIES=launch.queries,
             ROWS=max(tiling.rows, triton.next_power_of_2(launch.queries * self._group)),
             TILE=tiling.tile,

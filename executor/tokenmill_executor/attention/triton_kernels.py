@@ -64,6 +64,7 @@ def attend_kernel(
     HEAD_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # positions a query sees, its own among them; 0: all
+    SINKS: tl.constexpr,  # first positions that a query with a window sees too
     QUERIES: tl.constexpr,  # of a tile
     ROWS: tl.constexpr,  # QUERIES * GROUP, padded
     TILE: tl.constexpr,  # positions looked at together
@@ -86,14 +87,20 @@ def attend_kernel(
     has_dim = dims < HEAD_DIM
     queries = tl.load(query + query_row[:, None] + dims[None, :], mask=real[:, None] & has_dim[None, :], other=0.0)
 
-    # The positions that any query of the tile sees, and this split's share of them.
+    # The positions that any query of the tile sees, closed up where those between sinks and window are left out, and this split's
+    # share of them.
     end = tl.minimum(context, context - count + first + QUERIES)
     begin = 0
+    window_begin = 0
+    left_out = 0
+    sink_end: tl.constexpr = (SINKS + TILE - 1) // TILE * TILE
     if WINDOW > 0:
-        begin = tl.maximum(context - count + first - WINDOW + 1, 0) // TILE * TILE
+        window_begin = tl.maximum(context - count + first - WINDOW + 1, 0)
+        left_out = tl.maximum(window_begin // TILE * TILE - sink_end, 0)
+        end -= left_out
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), tl.num_programs(2)), TILE) * TILE
-        begin += tl.program_id(2) * share
+        share = tl.cdiv(tl.cdiv(tl.maximum(end, 0), tl.num_programs(2)), TILE) * TILE
+        begin = tl.program_id(2) * share
         end = tl.minimum(begin + share, end)
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -103,13 +110,17 @@ def attend_kernel(
     for tile in range(begin, end, TILE):
         place = tile + tl.arange(0, TILE)
         written = place < end
+        if WINDOW > 0:
+            place += tl.where(tile >= sink_end, left_out, 0)
+            # Blocks before the window have been given back, and may hold anything.
+            written = written & ((place >= window_begin) | (place < SINKS))
         block = tl.load(table + place // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
         offset = ((block * BLOCK_SIZE + place % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
         k = tl.load(keys + offset[None, :] + dims[:, None], mask=written[None, :] & has_dim[:, None], other=0.0)
         scores = tl.dot(queries, k, input_precision="ieee") * scale
         seen = written[None, :] & (place[None, :] <= position[:, None])
         if WINDOW > 0:
-            seen = seen & (position[:, None] - place[None, :] < WINDOW)
+            seen = seen & ((position[:, None] - place[None, :] < WINDOW) | (place[None, :] < SINKS))
         scores = tl.where(seen, scores, float("-inf"))
         grown = tl.maximum(largest, tl.max(scores, 1))
         # A row that has seen nothing yet has no largest, and -inf less -inf is no number.

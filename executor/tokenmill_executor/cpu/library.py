@@ -55,7 +55,7 @@ class Layer(ctypes.Structure):
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
         ("window", c_int32),
-        ("unused", c_int32),
+        ("group", c_int32),
     )
 
 
@@ -82,7 +82,7 @@ class BatchRecord(ctypes.Structure):
     """`arrays` keeps alive what the pointers point at."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("tokens", "sequences", "table_width", "samples")),
+        *((name, c_int32) for name in ("tokens", "sequences", "table_width", "samples", "groups", "unused")),
         *((name, c_void_p) for name in (*_BATCH_ARRAYS, "rows")),
     )
     arrays: list[np.ndarray]
@@ -93,10 +93,12 @@ def batch_record(batch: Batch) -> BatchRecord:
     arrays = [np.ascontiguousarray(getattr(batch, name), np.int32) for name in _BATCH_ARRAYS]
     query_starts, block_tables = arrays[3], arrays[5]
     arrays.append(np.ascontiguousarray(query_starts[1:][batch.sample_rows] - 1, np.int32))
-    sequences, width = block_tables.shape
-    if len(query_starts) != sequences + 1 or len(arrays[4]) != sequences or any(len(a) != len(arrays[0]) for a in arrays[1:3]):
+    tokens, (groups, sequences, width) = len(arrays[0]), block_tables.shape
+    if len(query_starts) != sequences + 1 or len(arrays[4]) != sequences or len(arrays[1]) != tokens:
         raise ValueError("the arrays of the batch do not have the same number of tokens or sequences")
-    record = BatchRecord(len(arrays[0]), sequences, width, len(arrays[6]), *(array.ctypes.data for array in arrays))
+    if arrays[2].shape != (groups, tokens):
+        raise ValueError("the slots of the batch are not those of its tokens in each group of blocks")
+    record = BatchRecord(tokens, sequences, width, len(arrays[6]), groups, 0, *(array.ctypes.data for array in arrays))
     record.arrays = arrays
     return record
 

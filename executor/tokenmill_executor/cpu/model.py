@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tokenmill_executor.attention.layout import cache_layout
 from tokenmill_executor.cpu import library
 from tokenmill_executor.cpu.library import BLOCK_SIZE, KV_KINDS
 from tokenmill_executor.cpu.memory import HugeArena, padded_bytes
@@ -18,12 +19,12 @@ from tokenmill_executor.cpu.packing import PackedMatrix, interleaved, pack, pack
 from tokenmill_executor.cpu.support import KV_CACHE_DTYPES, QUANTIZATIONS, supports
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.rope import rotary_tables
-from tokenmill_executor.runner import Batch
+from tokenmill_executor.runner import Batch, BlockGroup
 
 
 class CpuModel:
     """Weights are read from `tensors` one at a time and packed as bfloat16, or as int8 with `quantization="int8"` (embeddings and
-    norms stay as they are). `sinks` are first positions that layers with a window see too.
+    norms stay as they are).
 
     Raises ValueError for what the kernels do not support, OSError where they cannot be loaded.
     """
@@ -37,11 +38,11 @@ class CpuModel:
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         threads: int | None = None,
-        sinks: int = 0,
         instruction_set: str | None = None,
     ) -> None:
         _check(config, quantization, kv_cache_dtype)
         self.config = config
+        self._layout = cache_layout(config.windows, config.sinks)
         best = instruction_set or library.best_instruction_set(library.processor_flags())
         if best is None:
             raise ValueError("the processor has no instruction set that the kernels are built for")
@@ -53,26 +54,34 @@ class CpuModel:
         self._packer = _Packer(config, tensors, quantization or "bfloat16", self._kept)
         threads = threads or torch.get_num_threads()
         with _one_torch_thread():
-            self._record = self._load(max_model_len, threads, sinks)
+            self._record = self._load(max_model_len, threads)
         del self._packer
         self._cache: HugeArena | None = None
         self._workspace = HugeArena(0)
         self._workspace_bytes = 0
 
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        """Of layers that share KV blocks."""
+        return self._layout.groups
+
     def block_bytes(self, block_size: int) -> int:
-        """K and V of all layers for one block."""
+        """K and V of a group's layers for one block."""
         self._check_block_size(block_size)
-        return 2 * self.config.num_layers * self._layer_block_bytes()
+        return 2 * self._layout.layers_per_group * self._layer_block_bytes()
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache, dropping an earlier one."""
         self._check_block_size(block_size)
         self._cache = None
         size = num_blocks * self._layer_block_bytes()
-        self._cache = HugeArena(2 * self.config.num_layers * padded_bytes((size,), torch.uint8))
-        for layer in self._layers:
-            layer.k_cache = self._cache.take((size,), torch.uint8).data_ptr()
-            layer.v_cache = self._cache.take((size,), torch.uint8).data_ptr()
+        places = self._layout.layers_per_group
+        self._cache = HugeArena(2 * places * padded_bytes((size,), torch.uint8))
+        # K and V of each place of a group side by side, as a layer reads them.
+        caches = [[self._cache.take((size,), torch.uint8).data_ptr() for _ in "kv"] for _ in range(places)]
+        for layer, (group, place) in zip(self._layers, self._layout.places, strict=True):
+            layer.group = group
+            layer.k_cache, layer.v_cache = caches[place]
         self._record.num_blocks = num_blocks
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -106,7 +115,7 @@ class CpuModel:
         if block_size != BLOCK_SIZE:
             raise ValueError(f"the kernels are made for blocks of {BLOCK_SIZE} positions, not {block_size}")
 
-    def _load(self, max_model_len: int, threads: int, sinks: int) -> library.Model:
+    def _load(self, max_model_len: int, threads: int) -> library.Model:
         config, packer = self.config, self._packer
         embeddings = packer.embeddings()
         for index, layer in enumerate(self._layers):
@@ -123,7 +132,7 @@ class CpuModel:
             max_positions=max_model_len,
             num_blocks=0,
             kv_kind=KV_KINDS[self._kv_kind],
-            sinks=sinks,
+            sinks=config.sinks,
             threads=threads,
             norm_eps=config.rms_norm_eps,
             attention_scale=config.head_dim**-0.5,

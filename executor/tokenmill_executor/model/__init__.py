@@ -24,6 +24,8 @@ def load_runner(
     block_size: int = 16,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    sliding_window: int | None = None,
+    attention_sinks: int = 0,
 ) -> TorchRunner:
     """A Hugging Face directory or a GGUF file, loaded. Call it on the thread that will run the steps.
 
@@ -35,6 +37,8 @@ def load_runner(
     - threads: of a CPU forward pass; None is torch's choice.
     - block_size: that of the cache to come; the C++ kernels for bfloat16 on a CPU have only blocks of 16.
     - quantization, kv_cache_dtype: "int8", on a CPU, of the weights and of the KV cache.
+    - sliding_window: most positions that any layer sees, its own windows if they are shorter; attention_sinks: first positions that
+      layers with a window see as well.
 
     Raises ModelError (a ValueError), with a sentence for the operator.
     """
@@ -54,6 +58,8 @@ def load_runner(
         block_size=block_size,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        sliding_window=sliding_window,
+        attention_sinks=attention_sinks,
     )
     return make_runner(load_checkpoint(path), settings)
 

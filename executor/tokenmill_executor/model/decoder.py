@@ -1,4 +1,4 @@
-"""The Llama-family decoder as a torch forward pass over the flat batch: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+"""The Llama-family decoder as a torch forward pass over the flat batch: Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma 3.
 
 Must not know: sampling, sequences, where K and V lie (the attention backend does).
 """
@@ -18,13 +18,16 @@ from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.linear import Linear, make_linear
 from tokenmill_executor.model.ops import Ops, TorchOps
 from tokenmill_executor.model.rope import rotary_tables
-from tokenmill_executor.runner import Batch, Int32Array
+from tokenmill_executor.runner import Batch, BlockGroup, Int32Array
 from tokenmill_executor.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """`qkv` and `gate_up` are fused projections: their outputs lie side by side."""
+    """`qkv` and `gate_up` are fused projections: their outputs lie side by side. `turn` is which rotary tables it takes.
+
+    `attention_out_norm` and `mlp_out_norm` are of models with sandwich norms.
+    """
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -34,6 +37,9 @@ class _Layer:
     mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    turn: int = 0
+    attention_out_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
 
 
 class Decoder:
@@ -54,16 +60,26 @@ class Decoder:
         self._cache_shape = CacheShape.of(config, dtype, device)
         self._attention = make_attention(self._cache_shape)
         self._ops = ops or TorchOps()
-        weights = _Weights(tensors, dtype, device)
+        weights = _Weights(tensors, dtype, device, config.norm_offset)
         self._embeddings = weights.get("model.embed_tokens.weight")
         self._layers = [_load_layer(config, weights, layer) for layer in range(config.num_layers)]
-        self._norm = weights.get("model.norm.weight")
+        self._norm = weights.norm("model.norm.weight")
         self._head = make_linear(self._embeddings if config.tie_word_embeddings else weights.get("lm_head.weight"))
         # As transformers: angles in float32, cosines and sines rounded to the model's type.
-        self._cos, self._sin = (table.to(device, dtype) for table in rotary_tables(config, max_model_len))
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        tables = [rotary_tables(config, max_model_len, rope) for rope in ropes]
+        self._turns = [(cos.to(device, dtype), sin.to(device, dtype)) for cos, sin in tables]
+        self._activate = self._ops.silu_mul if config.activation == "silu" else self._ops.gelu_mul
+        # Rounded to the model's type, as transformers has it.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale).to(dtype))
+
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        """Of layers that share KV blocks."""
+        return self._cache_shape.layout.groups
 
     def block_bytes(self, block_size: int) -> int:
-        """K and V of all layers for one block."""
+        """K and V of a group's layers for one block."""
         return self._cache_shape.block_bytes(block_size)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
@@ -86,15 +102,22 @@ class Decoder:
 
         Waits for nothing on a device, so that a graph can capture it.
         """
-        cos = self._cos.index_select(0, positions)[:, None]
-        sin = self._sin.index_select(0, positions)[:, None]
+        turns = [(cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]) for cos, sin in self._turns]
         ops, eps = self._ops, self.config.rms_norm_eps
         hidden = F.embedding(token_ids, self._embeddings)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
         normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            hidden, normed = ops.add_rms_norm(hidden, self._attend(index, layer, normed, cos, sin), layer.mlp_norm, eps)
-            hidden, normed = ops.add_rms_norm(hidden, layer.down(ops.silu_mul(layer.gate_up(normed))), next_norm, eps)
+            update = self._attend(index, layer, normed, *turns[layer.turn])
+            if layer.attention_out_norm is not None:
+                update = ops.rms_norm(update, layer.attention_out_norm, eps)
+            hidden, normed = ops.add_rms_norm(hidden, update, layer.mlp_norm, eps)
+            update = layer.down(self._activate(layer.gate_up(normed)))
+            if layer.mlp_out_norm is not None:
+                update = ops.rms_norm(update, layer.mlp_out_norm, eps)
+            hidden, normed = ops.add_rms_norm(hidden, update, next_norm, eps)
         return hidden, normed
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -130,13 +153,22 @@ class Decoder:
 class _Weights:
     """Reads tensors in the type and on the device to compute with."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, norm_offset: float = 0.0
+    ) -> None:
         self._tensors = tensors
         self._dtype = dtype
         self._device = device
+        self._norm_offset = norm_offset
 
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(self._device, self._dtype)
+
+    def norm(self, name: str) -> torch.Tensor:
+        """Weights of a norm; offset ones stay in float32."""
+        if self._norm_offset == 0.0:
+            return self.get(name)
+        return self._tensors[name].to(self._device, torch.float32) + self._norm_offset
 
     def fused(self, prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
         """Projections of the same input as one."""
@@ -147,13 +179,18 @@ class _Weights:
 def _load_layer(config: ModelConfig, weights: _Weights, index: int) -> _Layer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    sandwich = config.sandwich_norms
     return _Layer(
-        input_norm=weights.get(f"{prefix}.input_layernorm.weight"),
+        input_norm=weights.norm(f"{prefix}.input_layernorm.weight"),
         qkv=weights.fused(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-        q_norm=weights.get(f"{attention}.q_norm.weight") if config.qk_norm else None,
-        k_norm=weights.get(f"{attention}.k_norm.weight") if config.qk_norm else None,
+        q_norm=weights.norm(f"{attention}.q_norm.weight") if config.qk_norm else None,
+        k_norm=weights.norm(f"{attention}.k_norm.weight") if config.qk_norm else None,
         output=weights.fused(attention, ("o_proj",), config.o_bias),
-        mlp_norm=weights.get(f"{prefix}.post_attention_layernorm.weight"),
+        # With sandwich norms "post attention" names the one before the addition.
+        mlp_norm=weights.norm(f"{prefix}.{'pre_feedforward' if sandwich else 'post_attention'}_layernorm.weight"),
         gate_up=weights.fused(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
         down=weights.fused(mlp, ("down_proj",), config.mlp_bias),
+        turn=int(index in config.local_layers),
+        attention_out_norm=weights.norm(f"{prefix}.post_attention_layernorm.weight") if sandwich else None,
+        mlp_out_norm=weights.norm(f"{prefix}.post_feedforward_layernorm.weight") if sandwich else None,
     )

@@ -16,7 +16,7 @@ import torch
 
 from tokenmill_executor.attention.backend import DecodeBackend, DecodeInputs
 from tokenmill_executor.model.decoder import Decoder
-from tokenmill_executor.runner import Batch
+from tokenmill_executor.runner import Batch, BlockGroup, Int32Array
 from tokenmill_executor.upload import upload
 
 Replay = Callable[[], None]
@@ -25,8 +25,8 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 # Larger decodes are bound by arithmetic, beside which launches count little.
 _MOST_SEQUENCES = 512
-_TOKENS, _POSITIONS, _SLOTS, _CONTEXTS = range(4)
-_PADDING = ((0,), (0,), (-1,), (0,))
+_TOKENS, _POSITIONS, _CONTEXTS = range(3)
+_NO_SLOT = -1
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
@@ -56,6 +56,10 @@ class GraphedDecoder:
         self._inputs: _Inputs | None = None
         self._logits = torch.empty(0)
 
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        return self._decoder.block_groups
+
     def block_bytes(self, block_size: int) -> int:
         return self._decoder.block_bytes(block_size)
 
@@ -66,7 +70,8 @@ class GraphedDecoder:
         self._decoder.allocate(num_blocks, block_size)
         if num_blocks == 0:
             return
-        self._inputs = _Inputs(self._sizes[-1], -(-self._max_model_len // block_size), self._decoder.device)
+        blocks = -(-self._max_model_len // block_size)
+        self._inputs = _Inputs(len(self.block_groups), self._sizes[-1], blocks, self._decoder.device)
         self._logits = torch.empty((self._sizes[-1], self.config.vocab_size), device=self._decoder.device)
         self._capture = self._make_capture()
         # The largest first: the smaller ones then find room in its memory.
@@ -102,36 +107,45 @@ class GraphedDecoder:
 
 
 class _Inputs:
-    """What graphs read, at addresses that stay: four numbers and a block table for each row. All int32."""
+    """What graphs read, at addresses that stay: for each row three numbers and, for each group of layers, a slot and a block table.
 
-    def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
+    All int32.
+    """
+
+    def __init__(self, groups: int, rows: int, blocks: int, device: torch.device) -> None:
         self._device = device
-        self._columns = torch.empty((4, rows), dtype=torch.int32, device=device)
-        self._tables = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
+        # The slots behind the three.
+        self._columns = torch.empty((3 + groups, rows), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((groups, rows, blocks), dtype=torch.int32, device=device)
         self._counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows, dtype=torch.int32, device=device)
         self.clear()
 
     def clear(self) -> None:
         """All rows are padding, which reads and writes no block."""
-        self._columns.copy_(upload(np.repeat(np.array(_PADDING, dtype=np.int32), self._columns.shape[1], axis=1), self._device))
+        self._columns.copy_(upload(self._padding(self._columns.shape[1]), self._device))
 
     def fill(self, batch: Batch, size: int) -> None:
         """The batch's rows, then padding up to `size`; what lies in tables beyond a row's context is never read."""
-        count, width = batch.block_tables.shape
-        columns = np.repeat(np.array(_PADDING, dtype=np.int32), size, axis=1)
-        columns[:, :count] = batch.token_ids, batch.positions, batch.slots, batch.context_lens
+        _, count, width = batch.block_tables.shape
+        columns = self._padding(size)
+        columns[:, :count] = batch.token_ids, batch.positions, batch.context_lens, *batch.slots
         self._columns[:, :size].copy_(upload(columns, self._device), non_blocking=True)
-        self._tables[:count, :width].copy_(upload(np.ascontiguousarray(batch.block_tables), self._device), non_blocking=True)
+        self._tables[:, :count, :width].copy_(upload(np.ascontiguousarray(batch.block_tables), self._device), non_blocking=True)
+
+    def _padding(self, rows: int) -> Int32Array:
+        columns = np.zeros((self._columns.shape[0], rows), dtype=np.int32)
+        columns[3:] = _NO_SLOT
+        return columns
 
     def column(self, index: int, size: int) -> torch.Tensor:
         return self._columns[index, :size]
 
     def attention(self, size: int) -> DecodeInputs:
         return DecodeInputs(
-            slots=self.column(_SLOTS, size),
+            slots=self._columns[3:, :size],
             context_lens=self.column(_CONTEXTS, size),
-            block_tables=self._tables[:size],
+            block_tables=self._tables[:, :size],
             rows=self._counts[:size],
             firsts=self._zeros[:size],
             query_starts=self._counts[: size + 1],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
 import torch
 
 from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels, why_not
-from tokenmill_executor.model.config import ModelConfig, ModelError
+from tokenmill_executor.model.config import ModelConfig, ModelError, with_windows
 from tokenmill_executor.model.cuda import cuda_model
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, largest_batch
@@ -39,12 +39,16 @@ class LoadSettings:
     block_size: int = 16
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    sliding_window: int | None = None
+    attention_sinks: int = 0
 
 
 def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
     """Raises ModelError."""
     device = _device(settings.device)
     max_model_len = _max_model_len(settings.max_model_len, checkpoint.config)
+    windowed = with_windows(checkpoint.config, settings.sliding_window, settings.attention_sinks, max_model_len)
+    checkpoint = replace(checkpoint, config=windowed)
     dtype = _dtype(settings, device, checkpoint.config, max_model_len)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -56,6 +60,7 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
         eos_token_ids=checkpoint.config.eos_token_ids,
         device=f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device),
         dtype=str(dtype).removeprefix("torch."),
+        block_groups=model.block_groups,
     )
     measure = partial(_cache_bytes, model, device, max_model_len, settings)
     return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure)
@@ -77,7 +82,8 @@ def _cache_bytes(model: Model, device: torch.device, max_model_len: int, setting
         return settings.kv_cache_memory_bytes
     if device.type == "cpu":
         return cpu_cache_bytes()
-    batch = largest_batch(settings.max_num_batched_tokens, settings.max_num_seqs, max_model_len)
+    groups = len(model.block_groups)
+    batch = largest_batch(settings.max_num_batched_tokens, settings.max_num_seqs, max_model_len, groups)
     return cuda_cache_bytes(model, device, settings.gpu_memory_utilization, batch)
 
 

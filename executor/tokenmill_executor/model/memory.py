@@ -39,19 +39,20 @@ def cuda_cache_bytes(model: Model, device: torch.device, utilization: float, bat
     return max(0, int(total_bytes * utilization) - others_bytes - peak_bytes)
 
 
-def largest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> Batch:
+def largest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, groups: int = 1) -> Batch:
     """A step of the most tokens in the most sequences, of equal length and each in its own blocks, that all sample with top-p."""
     sequences = min(max_num_seqs, max_num_batched_tokens)
     length = min(max_num_batched_tokens // sequences, max_model_len)
     blocks = -(-length // _TRIAL_BLOCK_SIZE)
-    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    tables = np.arange(groups * sequences * blocks, dtype=np.int32).reshape(groups, sequences, blocks)
     positions = np.tile(np.arange(length, dtype=np.int32), sequences)
     rows = np.repeat(np.arange(sequences), length)
     params = SamplingParams(max_tokens=1, seed=0, top_p=0.9)
     return Batch(
         token_ids=np.zeros(sequences * length, dtype=np.int32),
         positions=positions,
-        slots=tables[rows, positions // _TRIAL_BLOCK_SIZE] * np.int32(_TRIAL_BLOCK_SIZE) + positions % np.int32(_TRIAL_BLOCK_SIZE),
+        slots=tables[:, rows, positions // _TRIAL_BLOCK_SIZE] * np.int32(_TRIAL_BLOCK_SIZE)
+        + positions % np.int32(_TRIAL_BLOCK_SIZE),
         query_starts=np.arange(0, sequences * length + 1, length, dtype=np.int32),
         context_lens=np.full(sequences, length, dtype=np.int32),
         block_tables=tables,

@@ -17,7 +17,10 @@ class Ops(Protocol):
     """What is given may be overwritten where a method says so; use what is returned."""
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm (Zhang and Sennrich 2019) over the last dimension of [T, size] or [T, heads, size], in float32 inside."""
+        """RMSNorm (Zhang and Sennrich 2019) over the last dimension of [T, size] or [T, heads, size], in float32 inside.
+
+        Weights in float32 multiply before the result is rounded.
+        """
 
     def add_rms_norm(
         self, hidden: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
@@ -32,6 +35,15 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → silu(first half) * second half, of SwiGLU (Shazeer 2020)."""
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * size] → gelu(first half) * second half, of GeGLU (Shazeer 2020), by the formula with tanh."""
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Ops`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
 
 class TorchOps:
     """For any device."""
@@ -39,7 +51,7 @@ class TorchOps:
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = rows.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(rows.dtype)
+        return (weight * wide.to(weight.dtype)).to(rows.dtype)
 
     def add_rms_norm(
         self, hidden: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
@@ -55,3 +67,6 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_mul(gate_up)

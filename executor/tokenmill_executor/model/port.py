@@ -7,14 +7,18 @@ from typing import Protocol
 import torch
 
 from tokenmill_executor.model.config import ModelConfig
-from tokenmill_executor.runner import Batch
+from tokenmill_executor.runner import Batch, BlockGroup
 
 
 class Model(Protocol):
     config: ModelConfig
 
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        """Of layers that share KV blocks."""
+
     def block_bytes(self, block_size: int) -> int:
-        """K and V of all layers for one block."""
+        """K and V of a group's layers for one block."""
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache, dropping an earlier one."""

@@ -12,14 +12,16 @@ import torch
 from tokenmill_executor.model.config import ModelConfig, RopeConfig
 
 
-def rotary_tables(config: ModelConfig, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(config: ModelConfig, num_positions: int, rope: RopeConfig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, each [num_positions, head_dim / 2] float32, times YaRN's attention factor.
 
     Dynamic scaling stretches with the length of the sequence. Here a position's length is its own place in the sequence, as when
     transformers generates token by token, so that a token's K is the same however its sequence was cut into steps.
+
+    By `rope`, or the model's own.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
-    rope, dim = config.rope, config.head_dim
+    rope, dim = rope or config.rope, config.head_dim
     if rope.type == "dynamic":
         angles = positions[:, None] * _dynamic_frequencies(rope, dim, config.max_position_embeddings, positions + 1)
     else:

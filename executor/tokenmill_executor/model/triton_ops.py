@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill_executor.model.ops import gelu_mul
+
 _SILU_BLOCK = 1024
 
 
@@ -120,6 +122,9 @@ class TritonOps:
         out = gate_up.new_empty((tokens, size))
         silu_mul_kernel[(tokens, triton.cdiv(size, _SILU_BLOCK))](out, gate_up, size, BLOCK=_SILU_BLOCK)
         return out
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_mul(gate_up)
 
     @staticmethod
     def _norm(rows: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -102,6 +102,7 @@ def _layer_names(config: ModelConfig) -> list[str]:
         names += [f"self_attn.{projection}.weight"] + [f"self_attn.{projection}.bias"] * bias
     names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] * config.qk_norm
     names += ["post_attention_layernorm.weight"]
+    names += ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"] * config.sandwich_norms
     for projection in ("gate_proj", "up_proj", "down_proj"):
         names += [f"mlp.{projection}.weight"] + [f"mlp.{projection}.bias"] * config.mlp_bias
     return names

@@ -15,7 +15,8 @@ from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.weights import expected_names
 from tokenmill_executor.runner import Batch
 
-NUM_BLOCKS = 160
+BLOCKS_PER_GROUP = 160
+NUM_BLOCKS = 2 * BLOCKS_PER_GROUP
 MAX_MODEL_LEN = 1024
 
 needs_kernels = pytest.mark.skipif(support.available() is not None, reason=str(support.available()))
@@ -94,15 +95,18 @@ def cpu_model(config: ModelConfig, tensors: dict[str, torch.Tensor], **settings:
     return model
 
 
-def scattered_tables(num_sequences: int, max_len: int, seed: int = 0, num_blocks: int = NUM_BLOCKS) -> list[list[int]]:
+def scattered_tables(num_sequences: int, max_len: int, seed: int = 0, num_blocks: int = BLOCKS_PER_GROUP) -> list[list[int]]:
     """Block tables that lie anywhere in the cache."""
     width = -(-max_len // library.BLOCK_SIZE)
     blocks = np.random.default_rng(seed).permutation(num_blocks)[: num_sequences * width]
     return [[int(block) for block in row] for row in blocks.reshape(num_sequences, width)]
 
 
-def make_batch(sequences: list[tuple[list[int], int, list[int]]]) -> Batch:
-    """Of sequences as (tokens so far, how many of them are new, block table); each samples."""
+def make_batch(sequences: list[tuple[list[int], int, list[int]]], groups: int = 1) -> Batch:
+    """Of sequences as (tokens so far, how many of them are new, block table); each samples.
+
+    The second group of layers has blocks of its own, far behind those of the first.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -119,10 +123,10 @@ def make_batch(sequences: list[tuple[list[int], int, list[int]]]) -> Batch:
     return Batch(
         _ints(token_ids),
         _ints(positions),
-        _ints(slots),
+        _ints([[slot + group * BLOCKS_PER_GROUP * library.BLOCK_SIZE for slot in slots] for group in range(groups)]),
         _ints(starts),
         _ints([len(tokens) for tokens, _, _ in sequences]),
-        tables,
+        np.stack([tables + group * BLOCKS_PER_GROUP for group in range(groups)]).astype(np.int32),
         _ints(list(range(len(sequences)))),
     )
 

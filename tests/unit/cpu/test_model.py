@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tokenmill_executor.attention.layout import cache_layout
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.runner import Batch
@@ -41,7 +42,10 @@ STEPS = (
 def _steps(config: ModelConfig, seed: int) -> list[Batch]:
     tables = scattered_tables(4, 514, seed)
     tokens = [random_tokens(config, 514, seed + row) for row in range(4)]
-    return [make_batch([(tokens[row][:context], new, tables[row]) for row, (context, new) in enumerate(step)]) for step in STEPS]
+    groups = len(cache_layout(config.windows).groups)
+    return [
+        make_batch([(tokens[row][:context], new, tables[row]) for row, (context, new) in enumerate(step)], groups) for step in STEPS
+    ]
 
 
 def _assert_near_oracle(config: ModelConfig, model: CpuModel, tensors: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -151,10 +155,10 @@ def test_a_poisoned_sequence_shows_and_harms_no_other(quantization: str | None, 
 
 def test_sinks_stay_visible_past_a_window() -> None:
     """Equal to full attention where sinks and window together cover the context, else not."""
-    config = small_config(windows=(24, 24))
+    config = small_config(windows=(24, 24), sinks=20)
     tensors = random_tensors(config)
     full = cpu_model(small_config(), tensors)
-    sinks = cpu_model(config, tensors, sinks=20)
+    sinks = cpu_model(config, tensors)
     tokens, table = random_tokens(config, 80, 4), scattered_tables(1, 80)[0]
     for end, new, same in ((40, 40, True), (44, 4, True), (80, 36, False)):
         batch = make_batch([(tokens[:end], new, table)])
@@ -182,9 +186,9 @@ def test_only_rows_that_sample_have_logits() -> None:
         ("token_ids", 0, -1, "token id"),
         ("positions", 0, 1024, "position"),
         ("positions", 1, 3, "positions"),
-        ("slots", 2, 160 * 16, "slot"),
-        ("slots", 2, -1, "slot"),
-        ("block_tables", (0, 0), 160, "block"),
+        ("slots", (0, 2), NUM_BLOCKS * 16, "slot"),
+        ("slots", (0, 2), -1, "slot"),
+        ("block_tables", (0, 0, 0), NUM_BLOCKS, "block"),
         ("context_lens", 0, 49, "context"),
         ("query_starts", 1, 4, "query_starts"),
         ("query_starts", 0, 1, "query_starts"),

@@ -53,8 +53,9 @@ def stack_bytes(binary: bytes) -> int:
     return sum(int(number) for number in re.findall(r"STACK:(\d+)", told))
 
 
-def attend(name: str, tiling: Tiling, queries: int, split: bool) -> None:
-    constants = {"NUM_KV_HEADS": 8, "GROUP": 4, "BLOCK_SIZE": 16, "WINDOW": 0, "QUERIES": queries, "SPLIT": split, **HEADS}
+def attend(name: str, tiling: Tiling, queries: int, split: bool, window: int = 0, sinks: int = 0) -> None:
+    constants = {"NUM_KV_HEADS": 8, "GROUP": 4, "BLOCK_SIZE": 16, "QUERIES": queries, "SPLIT": split, **HEADS}
+    constants |= {"WINDOW": window, "SINKS": sinks}
     constants |= {"ROWS": tiling.rows, "TILE": tiling.tile}
     compile_kernel(name, attend_kernel, constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages)
 
@@ -62,6 +63,8 @@ def attend(name: str, tiling: Tiling, queries: int, split: bool) -> None:
 def main() -> None:
     attend("decode", DECODE[2], 1, split=True)
     attend("chunk", CHUNK[2], CHUNK[2].rows // 4, split=False)
+    attend("window-decode", DECODE[2], 1, split=True, window=4096, sinks=4)
+    attend("window-chunk", CHUNK[2], CHUNK[2].rows // 4, split=False, window=4096, sinks=4)
     compile_kernel("join", join_splits_kernel, {"NUM_HEADS": 32, "QUERIES": 1, "SPLITS": 32, **HEADS}, num_warps=2)
     compile_kernel("write", write_kv_kernel, {"ROW": 1024, "ROW_PADDED": 1024})
     compile_kernel("norm", rms_norm_kernel, {"HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "ADD": True}, num_warps=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tokenmill_executor.attention.triton_backend import Tiling, TritonAttention
 from tests.fakes.batches import Blocks, Track
 
 CPU = torch.device("cpu")
-NUM_BLOCKS, BLOCK_SIZE = 64, 4
+NUM_BLOCKS, BLOCK_SIZE = 128, 4
 # Query heads, KV heads, head size, windows of two layers: groups of 1 to 8, sizes that need padding.
 SHAPES = [
     (6, 2, 64, (None, 7)),
@@ -32,7 +33,7 @@ class Pair:
         self.shape = shape
         self.reference = ReferenceAttention(shape)
         self.triton = TritonAttention(shape, num_processors, **tilings)
-        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE, groups=len(shape.layout.groups))
         self.generator = torch.Generator().manual_seed(0)
         for backend in (self.reference, self.triton):
             backend.allocate(NUM_BLOCKS, BLOCK_SIZE)
@@ -103,6 +104,18 @@ def test_splits_follow_batch_and_context() -> None:
     assert [backend.decode_splits(256, context) for context in (4096, 8192, 16384, 1 << 20)] == [1, 2, 4, 32]
 
 
+@pytest.mark.parametrize("sinks", [1, 4, 18, 60])
+def test_sinks_are_seen_past_a_window(sinks: int) -> None:
+    """With and without splits, by decodes and chunks, of tiles smaller and larger than what lies between sinks and window."""
+    shape = replace(cache_shape(6, 2, 64, (20, None), torch.float32), sinks=sinks)
+    for num_processors in (1, 16):
+        pair = Pair(shape, num_processors, decode=Tiling(16, 16, 4, 3), chunk=Tiling(64, 16, 4, 2))
+        long, short = pair.tracks(110, 9)
+        pair.step((long, 70), (short, 7))
+        pair.step((long, 38), (short, 1))
+        pair.step((long, 1), (short, 1))
+
+
 def test_what_lies_in_other_blocks_is_never_seen() -> None:
     """Not even numbers that are none, before and behind a sequence's own positions."""
     pair = Pair(cache_shape(6, 2, 64, (None, 3), torch.float32))
@@ -118,5 +131,5 @@ def test_erase_makes_zeros_of_a_steps_rows() -> None:
     (track,) = pair.tracks(10)
     pair.step((track, 10))
     pair.triton.erase(torch.tensor([3, 4]))
-    stored = pair.triton._keys[0].flatten(0, 1)[pair.triton._ready().slots]
+    stored = pair.triton._keys[0].flatten(0, 1)[pair.triton._ready().slots[0]]
     assert stored.abs().sum(dim=(1, 2)).eq(0).tolist() == [row in (3, 4) for row in range(10)]

@@ -64,7 +64,7 @@ class Served:
         device = torch.device("cpu")
         self.decoder = Decoder(checkpoint.config, checkpoint.tensors, dtype, device, checkpoint.config.max_model_len)
         self.decoder.allocate(NUM_BLOCKS, BLOCK_SIZE)
-        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE, groups=len(self.decoder.block_groups))
 
     def logits(self, *advances: tuple[Track, int]) -> torch.Tensor:
         with torch.inference_mode():

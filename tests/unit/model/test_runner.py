@@ -181,7 +181,7 @@ def test_an_operators_mistake_is_one_sentence(bench: Bench, tmp_path: Path, sett
 def test_the_trial_step_is_as_large_as_allowed_and_runs(bench: Bench, tokens: int, sequences: int, length: int) -> None:
     batch = largest_batch(tokens, sequences, 256)
     assert np.diff(batch.query_starts).tolist() == [length] * min(sequences, tokens)
-    assert len(np.unique(batch.slots)) == len(batch.slots)
+    assert len(np.unique(batch.slots)) == batch.slots.size
     bench.runner.allocate(int(batch.block_tables.max()) + 1, 16)
     assert len(bench.runner.step(batch).token_ids) == min(sequences, tokens)
 

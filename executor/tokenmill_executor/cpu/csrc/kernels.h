@@ -43,7 +43,7 @@ struct Layer {
     uint8_t* k_cache;
     uint8_t* v_cache;
     int32_t window;  // positions a query sees, its own among them; 0 is all
-    int32_t unused;
+    int32_t group;   // of blocks: whose slots and block tables it has
 };
 
 // q and k heads are head_dim wide. cos and sin are [max_positions, head_dim / 2].
@@ -60,9 +60,10 @@ struct Model {
     Matrix head;
 };
 
-// As runner.Batch; `rows` are the samples' rows among the tokens.
+// As runner.Batch; `rows` are the samples' rows among the tokens. Slots and block tables are those of `groups` groups, one after
+// the other; the kernels see those of one.
 struct Batch {
-    int32_t tokens, sequences, table_width, samples;
+    int32_t tokens, sequences, table_width, samples, groups, unused;
     const int32_t* token_ids;
     const int32_t* positions;
     const int32_t* slots;

@@ -89,7 +89,14 @@ Items make_items(const Model& m, const Batch& b, bool split, AttentionItem* list
     return {list, count, std::any_of(list, list + count, [](const AttentionItem& item) { return item.splits > 1; })};
 }
 
-void run_layer(Team& team, const Model& m, const Layer& layer, const Batch& b, const Workspace& w, const Items& items) {
+Batch of_group(Batch b, int64_t group) {
+    b.slots += group * b.tokens;
+    b.block_tables += group * b.sequences * b.table_width;
+    return b;
+}
+
+void run_layer(Team& team, const Model& m, const Layer& layer, const Batch& whole, const Workspace& w, const Items& items) {
+    const Batch b = of_group(whole, layer.group);
     const int64_t q_width = int64_t(m.heads) * m.head_dim;
     norm_rows(team, m, w.hidden, nullptr, b.tokens, layer.input_norm, layer.qkv, w.normed);
     gemm(team, layer.qkv, w.normed, b.tokens, {Store::kFloats, w.qkv, nullptr, q_width + 2 * int64_t(m.kv_heads) * m.head_dim});
@@ -113,8 +120,10 @@ const char* check(const Model& m, const Batch& b) {
     if (b.tokens <= 0 || b.sequences <= 0) return "a batch needs at least one token of one sequence";
     if (!all_between(b.token_ids, b.tokens, 0, m.vocab)) return "a token id lies outside the vocabulary";
     if (!all_between(b.positions, b.tokens, 0, m.max_positions)) return "a position lies beyond the model's longest context";
-    if (!all_between(b.slots, b.tokens, 0, m.num_blocks * kBlock)) return "a slot lies outside the KV cache";
-    if (!all_between(b.block_tables, int64_t(b.sequences) * b.table_width, 0, m.num_blocks))
+    for (int i = 0; i < m.num_layers; i++)
+        if (m.layers[i].group >= b.groups) return "the batch lacks a group of blocks";
+    if (!all_between(b.slots, int64_t(b.groups) * b.tokens, 0, m.num_blocks * kBlock)) return "a slot lies outside the KV cache";
+    if (!all_between(b.block_tables, int64_t(b.groups) * b.sequences * b.table_width, 0, m.num_blocks))
         return "a block table names a block outside the KV cache";
     if (b.query_starts[0] != 0 || b.query_starts[b.sequences] != b.tokens) return "query_starts do not cover the tokens";
     for (int s = 0; s < b.sequences; s++) {
