@@ -129,6 +129,20 @@ class BlockPool:
         table.extend(blocks)
         return len(blocks)
 
+    def fork(self, table: BlockTable, other: BlockTable, count: int) -> int:
+        """Gives an empty table the first `count` blocks of another, full and computed, by reference; `release` undoes it.
+
+        Returns how many: none when a window has left blocks behind, which the new table may still need.
+        """
+        assert table.count == 0, "a fork begins a table"
+        if any(start != end for start, end in other.gaps):
+            return 0
+        blocks: list[int] = other.rows[:, :count].ravel().tolist()
+        for block in blocks:
+            self._references[block] += 1
+        table.extend(blocks)
+        return count
+
     def store(self, table: BlockTable, digests: SequenceOf[bytes], start: int, end: int) -> None:
         """Indexes blocks `start` to `end` - 1 of a table, which are full and computed; `digests` are those of its first blocks.
 

@@ -171,11 +171,27 @@ class Engine:
         Returns the tokens they hold; they count as computed once the step succeeds.
         """
         if self._hasher is None:
-            return 0
+            return self._share_prompt(sequence)
         block_size = self._pool.block_size
         most = (len(sequence.token_ids) - 1) // block_size
         self._hasher.extend(sequence.digests, sequence.root, sequence.token_ids, most)
         return self._pool.share(sequence.table, sequence.digests[:most]) * block_size
+
+    def _share_prompt(self, sequence: Sequence) -> int:
+        """As `_share_prefix`, from the sequence that it is a fork of; with a prefix cache, that one's blocks are in there.
+
+        The block that the prompt fills only in part is computed anew: that is less than a block of tokens, with no copying of blocks
+        on any device, and so the same arithmetic as without a fork.
+        """
+        other = self._sequences.get(sequence.fork_of)
+        if other is None:
+            return 0
+        block_size = self._pool.block_size
+        count = min(sequence.sampling.num_prompt_tokens, len(sequence.token_ids) - 1, other.computed) // block_size
+        end = count * block_size
+        if other.token_ids[:end] != sequence.token_ids[:end]:
+            return 0
+        return self._pool.fork(sequence.table, other.table, count) * block_size
 
     def _take_blocks(self, sequence: Sequence, end: int, faults: list[Fault]) -> bool:
         known = len(sequence.token_ids)

@@ -28,10 +28,11 @@ class Limits:
 class Sequence:
     """`token_ids` are all known tokens; K and V of the first `computed` of them are in the cache, in the blocks of `table`.
 
-    `digests` are those of its first full blocks, as many as were wanted so far, chained to the prefix cache's `root`.
+    `digests` are those of its first full blocks, as many as were wanted so far, chained to the prefix cache's `root`. `fork_of` is the
+    id of a sequence that has the same prompt, or 0.
     """
 
-    __slots__ = ("_end_len", "_stops", "computed", "digests", "root", "sampling", "sequence_id", "table", "token_ids")
+    __slots__ = ("_end_len", "_stops", "computed", "digests", "fork_of", "root", "sampling", "sequence_id", "table", "token_ids")
 
     def __init__(self, admission: Admission, limits: Limits, table: BlockTable, root: bytes = b"") -> None:
         params = admission.params
@@ -40,6 +41,7 @@ class Sequence:
         self.computed = 0
         self.table = table
         self.root = root
+        self.fork_of = admission.fork_of
         self.digests: list[bytes] = []
         # Shares the list `token_ids`, so one object serves every step.
         self.sampling = SamplingInput(self.sequence_id, self.token_ids, admission.num_prompt_tokens, params)

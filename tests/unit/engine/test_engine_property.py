@@ -3,7 +3,7 @@ prefix cache. The runner reads every context back through the block table, so a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -49,6 +49,7 @@ class RandomPlans(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
+        self.forked = False
         self.mirror: set[int] = set()
         self.engine = Engine(
             OracleRunner(MAX_MODEL_LEN), num_blocks, block_size, max_num_seqs=4, hasher=hasher(block_size) if caching else None
@@ -71,14 +72,20 @@ class RandomPlans(RuleBasedStateMachine):
     def _admission(self, data: st.DataObject) -> Admission:
         sequence_id, self.next_id = self.next_id, self.next_id + 1
         resumable = [model for _, model in self.gone if not model.ends() and len(model.tokens) > model.num_prompt]
+        fork_of = data.draw(st.sampled_from([0, *sorted(self.live)]), "fork of")
         if resumable and data.draw(st.sampled_from(["new", "resumed"]), "kind") == "resumed":
             old = resumable[-1]
             model = Model(list(old.tokens), old.num_prompt, old.max_tokens)
+        elif fork_of and data.draw(st.booleans(), "same prompt"):
+            other = self.live[fork_of]
+            model = Model(other.tokens[: other.num_prompt], other.num_prompt, data.draw(st.integers(1, 8), "max_tokens"))
         else:
             prompt: list[int] = data.draw(st.lists(st.sampled_from([1, 1, 1, 2, POISON]), min_size=1, max_size=10), "prompt")
             model = Model(prompt, len(prompt), data.draw(st.integers(1, 8), "max_tokens"))
         self.live[sequence_id] = model
-        return admission(sequence_id, model.tokens[: model.num_prompt], model.tokens[model.num_prompt :], model.max_tokens)
+        plain = admission(sequence_id, model.tokens[: model.num_prompt], model.tokens[model.num_prompt :], model.max_tokens)
+        # Also of one with another prompt, or that is gone by then: nothing may come of it.
+        return replace(plain, fork_of=fork_of)
 
     def _compare(self, result: Result, most: list[int]) -> None:
         self.blocks = result.blocks
@@ -106,8 +113,10 @@ class RandomPlans(RuleBasedStateMachine):
         self._explain(faults)
 
     def _take_cached(self, model: Model, count: int) -> None:
-        """Only at the first advance, whole blocks, and never the last token."""
-        assert count == 0 or (self.caching and model.computed == 0 and count % self.block_size == 0 and count < len(model.tokens))
+        """Only at the first advance, whole blocks, and never the last token; without a cache, of the prompt alone."""
+        most = len(model.tokens) - 1 if self.caching else min(model.num_prompt, len(model.tokens) - 1)
+        assert count == 0 or (model.computed == 0 and count % self.block_size == 0 and count <= most)
+        self.forked |= count > 0
         model.computed += count
 
     def _mirror(self, changes: PrefixChanges) -> None:
@@ -132,10 +141,10 @@ class RandomPlans(RuleBasedStateMachine):
         self.engine.check()
         assert self.blocks.free + self.blocks.cached + self.blocks.held == self.num_blocks
         held = [-(-model.computed // self.block_size) for model in self.live.values()]
-        if self.caching:
-            assert max(held, default=0) <= self.blocks.held <= sum(held)
-        else:
-            assert (self.blocks.cached, self.blocks.held) == (0, sum(held))
+        assert max(held, default=0) <= self.blocks.held <= sum(held)
+        if not self.caching:
+            assert self.blocks.cached == 0
+            assert self.forked or self.blocks.held == sum(held)
         assert self.mirror == {short_hash(digest) for digest in self.engine._pool.index._blocks}
 
     @precondition(lambda self: self.plan_id > 0)
