@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16, KV int8": {"kv_cache_dtype": "int8"},
     "int8": {"quantization": "int8"},
     "int8, KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"quantization": "int4"},
 }
 
 

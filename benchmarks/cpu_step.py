@@ -54,6 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "C++ bfloat16, KV int8": {"kv_cache_dtype": "int8"},
     "C++ int8": {"quantization": "int8"},
     "C++ int8, KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "C++ int4": {"quantization": "int4"},
 }
 Forward = Callable[[Batch], torch.Tensor]
 

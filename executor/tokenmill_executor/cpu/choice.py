@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CpuChoice:
-    """`quantization` is of the weights: None or "int8". `kv_cache_dtype` is "auto", "bfloat16" or "int8"."""
+    """`quantization` is of the weights: None, "int8" or "int4". `kv_cache_dtype` is "auto", "bfloat16" or "int8"."""
 
     max_model_len: int
     block_size: int
@@ -52,6 +52,6 @@ def choose_kernels(config: ModelConfig, tensors: Mapping[str, torch.Tensor], cho
             kv_cache_dtype=choice.kv_cache_dtype,
         )
     if choice.quantizes:
-        raise ModelError(f"int8 on a CPU needs the C++ kernels, which cannot be used: {reason}.")
+        raise ModelError(f"quantisation on a CPU needs the C++ kernels, which cannot be used: {reason}.")
     log.warning("cpu_kernels_unused", reason=reason, instead="torch, several times slower")
     return None

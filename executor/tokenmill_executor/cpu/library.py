@@ -18,9 +18,10 @@ from tokenmill_executor.runner import Batch
 BLOCK_SIZE = 16
 PANEL_COLUMNS = 48
 GROUP_SIZE = 64
+INT4_GROUP_SIZE = 32
 MAX_HEAD_DIM = 256
 MAX_GROUP_HEADS = 64  # query heads that share a KV head: rows of an attention item
-MATRIX_KINDS = {"bfloat16": 0, "int8": 1}
+MATRIX_KINDS = {"bfloat16": 0, "int8": 1, "int4": 2}
 KV_KINDS = {"bfloat16": 0, "int8": 1}
 STORE_FLOATS, STORE_ADD, STORE_SILU_MUL = range(3)
 

@@ -15,16 +15,18 @@ from tokenmill_executor.attention.layout import cache_layout
 from tokenmill_executor.cpu import library
 from tokenmill_executor.cpu.library import BLOCK_SIZE, KV_KINDS
 from tokenmill_executor.cpu.memory import HugeArena, padded_bytes
-from tokenmill_executor.cpu.packing import PackedMatrix, interleaved, pack, packed_bytes
+from tokenmill_executor.cpu.packing import PackedMatrix, Weight, interleaved, joined, pack, packed_bytes
 from tokenmill_executor.cpu.support import KV_CACHE_DTYPES, QUANTIZATIONS, supports
 from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.int4 import quantize
 from tokenmill_executor.model.rope import rotary_tables
+from tokenmill_executor.model.tensors import LazyTensors
 from tokenmill_executor.runner import Batch, BlockGroup
 
 
 class CpuModel:
-    """Weights are read from `tensors` one at a time and packed as bfloat16, or as int8 with `quantization="int8"` (embeddings and
-    norms stay as they are).
+    """Weights are read from `tensors` one at a time and packed as bfloat16, or with `quantization` as int8 or int4
+    (embeddings and norms stay as they are, and int4 leaves the head int8).
 
     Raises ValueError for what the kernels do not support, OSError where they cannot be loaded.
     """
@@ -171,6 +173,7 @@ class _Packer:
         self._config = config
         self._tensors = tensors
         self._kind = kind
+        self._head_kind = _head_kind(kind)
         self._kept = kept
         self._arena = HugeArena(_weight_bytes(config, kind))
 
@@ -189,19 +192,20 @@ class _Packer:
 
     def head(self, embeddings: torch.Tensor) -> library.Matrix:
         tied = self._config.tie_word_embeddings
-        return self._pack(embeddings if tied else self._read("lm_head.weight"), None)
+        return self._pack(embeddings if tied else self._tensors["lm_head.weight"], None, self._head_kind)
 
     def fill_layer(self, layer: library.Layer, index: int) -> None:
         config, prefix = self._config, f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         qkv = [f"{attention}.{name}_proj" for name in "qkv"]
-        layer.qkv = self._pack(self._joined(qkv, "weight"), self._joined(qkv, "bias") if config.qkv_bias else None)
-        layer.o = self._pack(*self._weight_and_bias(f"{attention}.o_proj", config.o_bias))
-        gate, gate_bias = self._weight_and_bias(f"{mlp}.gate_proj", config.mlp_bias)
-        up, up_bias = self._weight_and_bias(f"{mlp}.up_proj", config.mlp_bias)
-        bias = None if gate_bias is None or up_bias is None else interleaved(gate_bias, up_bias)
-        layer.gate_up = self._pack(interleaved(gate, up), bias)
-        layer.down = self._pack(*self._weight_and_bias(f"{mlp}.down_proj", config.mlp_bias))
+        qkv_bias = torch.cat([self._tensors[f"{name}.bias"] for name in qkv]) if config.qkv_bias else None
+        layer.qkv = self._pack(joined([self._weight(name) for name in qkv]), qkv_bias)
+        layer.o = self._pack(self._weight(f"{attention}.o_proj"), self._bias(f"{attention}.o_proj", config.o_bias))
+        gate, up, down = f"{mlp}.gate_proj", f"{mlp}.up_proj", f"{mlp}.down_proj"
+        gate_bias, up_bias = self._bias(gate, config.mlp_bias), self._bias(up, config.mlp_bias)
+        bias = None if gate_bias is None or up_bias is None else torch.stack((gate_bias, up_bias), 1).flatten()
+        layer.gate_up = self._pack(interleaved(self._weight(gate), self._weight(up)), bias)
+        layer.down = self._pack(self._weight(down), self._bias(down, config.mlp_bias))
         layer.input_norm = self.vector(f"{prefix}.input_layernorm.weight")
         layer.post_norm = self.vector(f"{prefix}.post_attention_layernorm.weight")
         if config.qk_norm:
@@ -209,19 +213,25 @@ class _Packer:
             layer.k_norm = self.vector(f"{attention}.k_norm.weight")
         layer.window = config.windows[index] or 0
 
-    def _joined(self, names: list[str], what: str) -> torch.Tensor:
-        return torch.cat([self._read(f"{name}.{what}") for name in names])
+    def _weight(self, name: str) -> Weight:
+        """For int4 the codes that the file has, or the nearest ones."""
+        if self._kind != "int4":
+            return self._tensors[f"{name}.weight"]
+        stored = self._tensors.int4(f"{name}.weight") if isinstance(self._tensors, LazyTensors) else None
+        return quantize(self._tensors[f"{name}.weight"]) if stored is None else stored
 
-    def _weight_and_bias(self, name: str, biased: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._read(f"{name}.weight"), self._read(f"{name}.bias") if biased else None
+    def _bias(self, name: str, biased: bool) -> torch.Tensor | None:
+        return self._tensors[f"{name}.bias"] if biased else None
 
-    def _read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> library.Matrix:
-        packed: PackedMatrix = pack(weight, bias, self._kind, self._arena)
+    def _pack(self, weight: Weight, bias: torch.Tensor | None, kind: str | None = None) -> library.Matrix:
+        packed: PackedMatrix = pack(weight, bias, kind or self._kind, self._arena)
         self._kept.extend(packed.kept)
         return packed.record
+
+
+def _head_kind(kind: str) -> str:
+    """The head, and with it often the embeddings, loses most by 4 bits: it has 8."""
+    return "int8" if kind == "int4" else kind
 
 
 def _weight_bytes(config: ModelConfig, kind: str) -> int:
@@ -234,4 +244,4 @@ def _weight_bytes(config: ModelConfig, kind: str) -> int:
         + packed_bytes(config.hidden_size, config.intermediate_size, kind)
     )
     embeddings = padded_bytes((config.vocab_size, config.hidden_size), torch.bfloat16)
-    return embeddings + packed_bytes(config.vocab_size, config.hidden_size, kind) + config.num_layers * layer
+    return embeddings + packed_bytes(config.vocab_size, config.hidden_size, _head_kind(kind)) + config.num_layers * layer

@@ -9,7 +9,7 @@ from tokenmill_executor.cpu import library
 from tokenmill_executor.cpu.library import GROUP_SIZE, MAX_GROUP_HEADS, MAX_HEAD_DIM
 from tokenmill_executor.model.config import ModelConfig
 
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
 
 
@@ -36,7 +36,7 @@ def supports(config: ModelConfig, *, block_size: int = library.BLOCK_SIZE, quant
     if config.num_heads // config.num_kv_heads > MAX_GROUP_HEADS:
         return f"more than {MAX_GROUP_HEADS} query heads share a key-value head"
     depths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    step = GROUP_SIZE if quantization == "int8" else 2
+    step = 2 if quantization is None else GROUP_SIZE
     if any(depth % step for depth in depths):
         return f"hidden, intermediate and attention sizes {depths} are not all multiples of {step}"
     return None

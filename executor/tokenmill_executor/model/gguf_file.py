@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from tokenmill_executor.model.config import DEFAULT_ROPE_THETA, ModelConfig, ModelError, RopeConfig
 from tokenmill_executor.model.gguf_reader import GgufReader, StoredTensor
+from tokenmill_executor.model.int4 import Int4Rows, from_q4_0, from_q4_1
 from tokenmill_executor.model.tensors import LazyTensors
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_INT4 = {GGMLQuantizationType.Q4_0: from_q4_0, GGMLQuantizationType.Q4_1: from_q4_1}
 _TOP_LEVEL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -88,24 +91,31 @@ class GgufFile:
         )
 
     def tensors(self) -> LazyTensors:
-        """float32, dequantised when read."""
+        """float32, dequantised when read; those in 4 bits also as they are."""
         config = self.config()
-        loaders = {}
-        for name, tensor in self._tensors.items():
-            if name != "rope_freqs.weight":  # is in RopeConfig.freq_factors
-                loaders[_hf_name(name)] = partial(self._load, tensor, config)
-        return LazyTensors(loaders)
+        # rope_freqs.weight is in RopeConfig.freq_factors.
+        named = {_hf_name(name): tensor for name, tensor in self._tensors.items() if name != "rope_freqs.weight"}
+        return LazyTensors(
+            {name: partial(self._load, tensor, config) for name, tensor in named.items()},
+            {name: partial(self._load_int4, tensor, config) for name, tensor in named.items() if tensor.type in _INT4},
+        )
 
     def _load(self, tensor: StoredTensor, config: ModelConfig) -> torch.Tensor:
         values = np.ascontiguousarray(dequantize(tensor.data, tensor.type), dtype=np.float32)
         if not values.flags.writeable:
             values = values.copy()
-        loaded = torch.from_numpy(values)
-        if self.architecture == "llama" and ".attn_q." in tensor.name:
-            return _unpermute(loaded, config.num_heads)
-        if self.architecture == "llama" and ".attn_k." in tensor.name:
-            return _unpermute(loaded, config.num_kv_heads)
-        return loaded
+        return self._in_order(torch.from_numpy(values), tensor.name, config)
+
+    def _load_int4(self, tensor: StoredTensor, config: ModelConfig) -> Int4Rows:
+        rows = _INT4[tensor.type](torch.from_numpy(tensor.data.copy()))
+        return rows.map(lambda part: self._in_order(part, tensor.name, config))
+
+    def _in_order(self, rows: torch.Tensor, name: str, config: ModelConfig) -> torch.Tensor:
+        if self.architecture == "llama" and ".attn_q." in name:
+            return _unpermute(rows, config.num_heads)
+        if self.architecture == "llama" and ".attn_k." in name:
+            return _unpermute(rows, config.num_kv_heads)
+        return rows
 
     def _key(self, name: str) -> Any:
         return self.field(f"{self.architecture}.{name}")

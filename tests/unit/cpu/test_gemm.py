@@ -9,6 +9,7 @@ import torch
 from tokenmill_executor.cpu import library
 from tokenmill_executor.cpu.memory import HugeArena
 from tokenmill_executor.cpu.packing import PackedMatrix, interleaved, pack, packed_bytes, quantize_rows
+from tokenmill_executor.model.int4 import Int4Rows, quantize
 
 from tests.unit.cpu.small_models import needs_kernels, runnable_sets
 
@@ -17,12 +18,19 @@ pytestmark = needs_kernels
 ROWS = (1, 2, 5, 8, 13, 64, 131)
 SHAPES = ((48, 64), (1, 64), (47, 128), (50, 192), (96, 64), (310, 320))
 # Of the size that products of such random numbers have.
-TOLERANCE = {"bfloat16": 1e-5, "int8": 0.02}
+TOLERANCE = {"bfloat16": 1e-5, "int8": 0.02, "int4": 0.02}
+KINDS = list(TOLERANCE)
 ROUNDING = 4e-3  # of a result in bfloat16
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> PackedMatrix:
-    return pack(weight, bias, kind, HugeArena(packed_bytes(weight.shape[0], weight.shape[1], kind)))
+    arena = HugeArena(packed_bytes(weight.shape[0], weight.shape[1], kind))
+    return pack(quantize(weight) if kind == "int4" else weight, bias, kind, arena)
+
+
+def _representable(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """What 4 bits make of a weight is no fault of the kernels."""
+    return quantize(weight).dequantize() if kind == "int4" else weight
 
 
 def _multiply(
@@ -39,11 +47,11 @@ def _error(found: torch.Tensor, expected: torch.Tensor, size: float) -> float:
 
 
 @pytest.mark.parametrize("instruction_set", runnable_sets)
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
 def test_product_with_bias_is_near_float32(instruction_set: str, kind: str, columns: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(columns * depth)
-    weight = torch.randn((columns, depth), generator=generator).bfloat16().float()
+    weight = _representable(torch.randn((columns, depth), generator=generator).bfloat16().float(), kind)
     bias = torch.randn(columns, generator=generator)
     packed = _packed(weight, bias, kind)
     for count in ROWS:
@@ -54,11 +62,11 @@ def test_product_with_bias_is_near_float32(instruction_set: str, kind: str, colu
 
 
 @pytest.mark.parametrize("instruction_set", runnable_sets)
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
 def test_product_is_added_to_the_residual(instruction_set: str, kind: str, columns: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(columns + depth)
-    weight = torch.randn((columns, depth), generator=generator).bfloat16().float()
+    weight = _representable(torch.randn((columns, depth), generator=generator).bfloat16().float(), kind)
     packed = _packed(weight, None, kind)
     for count in ROWS:
         rows, residual = (
@@ -71,13 +79,15 @@ def test_product_is_added_to_the_residual(instruction_set: str, kind: str, colum
 
 
 @pytest.mark.parametrize("instruction_set", runnable_sets)
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", [1, 23, 24, 25, 72, 155])
 def test_silu_of_gate_times_up(instruction_set: str, kind: str, inner: int) -> None:
     generator = torch.Generator().manual_seed(inner)
     depth = 128
-    gate, up = torch.randn((2, inner, depth), generator=generator).bfloat16().float() / 8
-    packed = _packed(interleaved(gate, up), None, kind)
+    gate, up = (_representable(one.bfloat16().float() / 8, kind) for one in torch.randn((2, inner, depth), generator=generator))
+    both = interleaved(gate, up)
+    assert isinstance(both, torch.Tensor)
+    packed = _packed(both, None, kind)
     for count in ROWS:
         rows = torch.randn((count, depth), generator=generator).bfloat16()
         # One more element than the result: it must stay as it is.
@@ -102,7 +112,22 @@ def test_int8_product_is_exact_on_what_int8_can_say(instruction_set: str) -> Non
 
 
 @pytest.mark.parametrize("instruction_set", runnable_sets)
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_int4_product_is_exact_on_what_int4_can_say(instruction_set: str) -> None:
+    """Whole numbers, all sixteen codes in every group, and minima and scales that differ between groups and columns."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.stack([torch.randperm(32, generator=generator) % 16 for _ in range(70 * 6)]).to(torch.uint8).view(70, 192)
+    scales, minima = torch.randint(1, 5, (70, 6), generator=generator), torch.randint(-9, 10, (70, 6), generator=generator)
+    weight = Int4Rows(codes, scales.half(), minima.half())
+    rows = torch.randint(-127, 128, (9, 192), generator=generator).float()
+    rows[:, ::64] = -127
+    found = torch.empty((9, 70))
+    packed = pack(weight, None, "int4", HugeArena(packed_bytes(70, 192, "int4")))
+    _multiply(packed, rows.bfloat16(), library.STORE_FLOATS, found, instruction_set)
+    assert torch.equal(found, rows @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize("instruction_set", runnable_sets)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_row_that_is_not_a_number_gives_none_and_harms_no_other(instruction_set: str, kind: str, poison: float) -> None:
     weight, rows = torch.ones((60, 64)), torch.ones((10, 64), dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import torch
 from tokenmill_executor.attention.layout import cache_layout
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.int4 import quantize
 from tokenmill_executor.runner import Batch
 
 from tests.unit.cpu.small_models import (
@@ -27,7 +28,7 @@ from tests.unit.cpu.small_models import (
 pytestmark = needs_kernels
 
 # Of the logits' norm, after two layers: bfloat16 rounds to 2^-9, int8 to 2^-8 of the largest of a group.
-TOLERANCE = {(None, "auto"): 0.006, (None, "int8"): 0.012, ("int8", "auto"): 0.03, ("int8", "int8"): 0.03}
+TOLERANCE = {(None, "auto"): 0.006, (None, "int8"): 0.012, ("int8", "auto"): 0.03, ("int8", "int8"): 0.03, ("int4", "auto"): 0.03}
 # (context after the step, new tokens) of each of four sequences, step by step: lone tokens, blocks exactly full and one over,
 # chunks after context, decodes beside chunks, contexts long enough to be split.
 STEPS = (
@@ -67,6 +68,10 @@ def test_step_is_near_float32(
 ) -> None:
     config = small_config(head_dim=head_dim, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * group, intermediate_size=320)
     tensors = random_tensors(config)
+    if quantization == "int4":
+        # What 4 bits make of weights is no fault of the kernels.
+        layers = {name: tensor for name, tensor in tensors.items() if "_proj.weight" in name}
+        tensors |= {name: quantize(tensor).dequantize() for name, tensor in layers.items()}
     model = cpu_model(config, tensors, quantization=quantization, kv_cache_dtype=kv_cache_dtype, instruction_set=instruction_set)
     _assert_near_oracle(config, model, tensors, TOLERANCE[quantization, kv_cache_dtype])
 
@@ -100,7 +105,7 @@ def test_threads_do_not_change_a_bit(num_threads: int) -> None:
         assert torch.equal(two.forward(batch), other.forward(batch))
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_sequence_is_the_same_to_the_bit_alone_and_in_a_batch(quantization: str | None) -> None:
     config = small_config()
     tensors = random_tensors(config)
@@ -137,7 +142,7 @@ def test_what_a_freed_block_holds_does_not_matter(kv_cache_dtype: str) -> None:
         assert torch.equal(clean.forward(batch), dirty.forward(batch))
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 def test_a_poisoned_sequence_shows_and_harms_no_other(quantization: str | None, kv_cache_dtype: str) -> None:
     config = small_config()

@@ -124,7 +124,7 @@ void norm_rows(Team& team, const Model& m, const float* from, const int32_t* row
         const int64_t source = row_numbers ? row_numbers[row] : row;
         bf16* const values = to.values + int64_t(row) * m.hidden;
         norm_row(from + source * m.hidden, weight, m.hidden, m.norm_eps, values);
-        if (next.kind == kInt8) quantize_row(values, m.hidden, row, to);
+        if (next.kind != kBf16) quantize_row(values, m.hidden, row, to);
     });
 }
 

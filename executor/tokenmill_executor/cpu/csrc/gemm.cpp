@@ -1,4 +1,4 @@
-// Activations times weight panels, bfloat16 or int8, with the epilogue in registers.
+// Activations times weight panels, bfloat16, int8 or int4, with the epilogue in registers.
 //
 // A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are
 // read once from memory, which is what decoding costs.
@@ -81,13 +81,15 @@ struct Int8Panel {
         const Quad* a = (const Quad*)in.quantized + int64_t(row) * quads;
         const Quad* b = (const Quad*)w.data + int64_t(panel) * quads * kPanel;
         const float* scales = in.scales + int64_t(row) * groups;
-        const int32_t* offsets = in.offsets + int64_t(row) * groups;
+        const int32_t* halves = in.sums + int64_t(row) * groups * 2;
         Tile<R, kVectors> t;
         Tile<R, kVectors>::clear(t);
         for (int g = 0; g < groups; g++, a += kGroup / 4, b += kGroup / 4 * kPanel) {
             Ints sums[R][kVectors];
-            TM_EACH(r, R)
-                TM_EACH(c, kVectors) sums[r][c] = splat_int(uint32_t(offsets[r * groups + g]));
+            TM_EACH(r, R) {
+                const int32_t* const half = halves + 2 * (r * groups + g);
+                TM_EACH(c, kVectors) sums[r][c] = splat_int(uint32_t(-128 * (half[0] + half[1])));
+            }
             _Pragma("GCC unroll 2") for (int k = 0; k < kGroup / 4; k++) {
                 const Quad* bk = b + k * kPanel;
                 const Ints columns[kVectors] = {load_ints(bk), load_ints(bk + 16), load_ints(bk + 32)};
@@ -109,6 +111,50 @@ struct Int8Panel {
     }
 };
 
+struct Int4Panel {
+    static constexpr int kMaxRows = 4;
+    const Matrix& w;
+    const Activations& in;
+    const Output& out;
+    int panel;
+
+    template <int R>
+    void run(int row) const {
+        const int quads = w.depth / 4, groups = w.depth / kInt4Group;
+        const Quad* a = (const Quad*)in.quantized + int64_t(row) * quads;
+        const Int4Group* group = (const Int4Group*)w.data + int64_t(panel) * groups;
+        const float* scales = in.scales + int64_t(row) * (groups / 2);
+        const int32_t* halves = in.sums + int64_t(row) * groups;
+        Tile<R, kVectors> t;
+        Tile<R, kVectors>::clear(t);
+        for (int g = 0; g < groups; g++, a += kInt4Group / 4, group++) {
+            Ints sums[R][kVectors];
+            TM_EACH(r, R)
+                TM_EACH(c, kVectors) sums[r][c] = splat_int(0);
+            TM_EACH(k, 4) {
+                TM_EACH(c, kVectors) prefetch((const char*)(group->codes[k] + 16 * c) + kAhead);
+                const Ints codes[kVectors] = {load_ints(group->codes[k]), load_ints(group->codes[k] + 16), load_ints(group->codes[k] + 32)};
+                TM_EACH(r, R) {
+                    const Ints shallow = splat_int(a[r * quads + k]), deep = splat_int(a[r * quads + k + 4]);
+                    TM_EACH(c, kVectors) {
+                        sums[r][c] = dot_quads(sums[r][c], low_nibbles(codes[c]), shallow);
+                        sums[r][c] = dot_quads(sums[r][c], high_nibbles(codes[c]), deep);
+                    }
+                }
+            }
+            TM_EACH(r, R) {
+                const float scale = scales[r * (groups / 2) + g / 2];
+                const Floats factor = splat(scale), total = splat(scale * float(halves[r * groups + g]));
+                TM_EACH(c, kVectors) {
+                    t.at[r][c] = fma(load_half_precision(group->minima + c * kLanes), total, t.at[r][c]);
+                    t.at[r][c] = fma(mul(load_half_precision(group->scales + c * kLanes), factor), to_floats(sums[r][c]), t.at[r][c]);
+                }
+            }
+        }
+        TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
+    }
+};
+
 template <typename Panel>
 void for_panels(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
     const int panels = (w.columns + kPanel - 1) / kPanel;
@@ -126,6 +172,8 @@ void for_panels(Team& team, const Matrix& w, const Activations& in, int rows, co
 void gemm(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
     if (w.kind == kInt8)
         for_panels<Int8Panel>(team, w, in, rows, out);
+    else if (w.kind == kInt4)
+        for_panels<Int4Panel>(team, w, in, rows, out);
     else
         for_panels<Bf16Panel>(team, w, in, rows, out);
 }
@@ -145,15 +193,15 @@ void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
         const float scale = largest(top) / 127 + sum(poison);
         const Floats inverse = splat(scale > 0 ? 1 / scale : 0);
         for (int i = 0; i < kGroup / kLanes; i++) store_int8(q + i * kLanes, mul(x[i], inverse));
-        // A group is one vector of bytes: its dot product with ones is its sum.
+        // A group is one vector of bytes: its dot product with ones has its sums.
         const Ints sums = dot_quads(splat_int(0), splat_int(0x01010101), load_ints(q));
         to.scales[int64_t(row) * groups + g] = scale;
-        to.offsets[int64_t(row) * groups + g] = -128 * int32_t(sum(to_floats(sums)));
+        sum_halves(sums, to.sums + 2 * (int64_t(row) * groups + g));
     }
 }
 
 void quantize_rows(Team& team, const Matrix& next, int rows, const Activations& both) {
-    if (next.kind != kInt8) return;
+    if (next.kind == kBf16) return;
     team.each(rows, [&](int row, int) { quantize_row(both.values + int64_t(row) * next.depth, next.depth, row, both); });
 }
 

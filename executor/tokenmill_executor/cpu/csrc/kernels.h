@@ -16,14 +16,16 @@ namespace tokenmill {
 constexpr int kBlock = 16;        // positions in a KV block: as many as lanes
 constexpr int kPanel = 48;        // columns of a weight panel
 constexpr int kGroup = 64;        // activations that share a scale when they are int8
+constexpr int kInt4Group = 32;    // weights of a column that share a scale and a minimum when they are int4
 constexpr int kMaxHeadDim = 256;  // of stack buffers
 constexpr float kLog2e = 1.44269504f;
 
-enum MatrixKind : int32_t { kBf16 = 0, kInt8 = 1 };
+enum MatrixKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
 enum KvKind : int32_t { kKvBf16 = 0, kKvInt8 = 1 };
 
 // A weight [columns, depth] in panels of 48 columns, zeros beyond the last: bf16 [panel][depth / 2][48][2], or int8 + 128 as
 // unsigned bytes [panel][depth / 4][48][4]. `scales` (int8) and `bias` (or null) have one float a column, padded to whole panels.
+// int4 is [panel][depth / 32] of Int4Group, a weight being its column's scale * code + minimum.
 struct Matrix {
     const void* data;
     const float* scales;
@@ -32,6 +34,11 @@ struct Matrix {
     int32_t depth;
     int32_t kind;
     int32_t unused;
+};
+
+struct Int4Group {
+    uint16_t scales[kPanel], minima[kPanel];  // half precision
+    uint32_t codes[4][kPanel];                // depths 4 k to 4 k + 3 in the low halves of row k's bytes, those 16 deeper in the high ones
 };
 
 struct Layer {
@@ -73,13 +80,13 @@ struct Batch {
     const int32_t* rows;
 };
 
-// Rows that a matrix is multiplied with: bfloat16, and for int8 weights their int8 form with a scale for each group of 64.
-// `offsets` are -128 times the sum of each group, which undoes the weights' + 128.
+// Rows that a matrix is multiplied with: bfloat16, and for integer weights their int8 form with a scale for each group of 64.
+// `sums` are those of each half of a group, which undo the int8 weights' + 128 and carry the int4 weights' minima.
 struct Activations {
     bf16* values;
     int8_t* quantized;
     float* scales;
-    int32_t* offsets;
+    int32_t* sums;
 };
 
 // What becomes of a product: float rows, float rows added to, or silu of even columns times odd ones as bfloat16.

@@ -48,7 +48,7 @@ struct Arena {
     }
     Activations activations(int64_t rows, int64_t depth) {
         return {take<bf16>(rows * depth), take<int8_t>(rows * depth), take<float>(rows * depth / kGroup),
-                take<int32_t>(rows * depth / kGroup)};
+                take<int32_t>(rows * depth / kInt4Group)};
     }
 };
 

@@ -53,6 +53,15 @@ TM_INLINE Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 TM_INLINE Ints splat_int(uint32_t x) { return _mm512_set1_epi32(int(x)); }
 TM_INLINE Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 TM_INLINE Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi32(0xffff)); }
+TM_INLINE Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+TM_INLINE Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi32(a, 4)); }
+// The sum of the first eight lanes and that of the last eight.
+TM_INLINE void sum_halves(Ints a, int32_t* to) {
+    to[0] = _mm512_mask_reduce_add_epi32(0x00ff, a);
+    to[1] = _mm512_mask_reduce_add_epi32(0xff00, a);
+}
+// From IEEE half precision.
+TM_INLINE Floats load_half_precision(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
 // acc + the products of two bfloat16 pairs a lane.
 TM_INLINE Floats dot_pairs(Floats acc, Ints a, Ints b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
@@ -153,6 +162,23 @@ TM_INLINE Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_c
 TM_INLINE Ints low_halves(Ints a) {
     const __m256i mask = _mm256_set1_epi32(0xffff);
     return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
+}
+TM_INLINE Ints low_nibbles(Ints a) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
+}
+TM_INLINE Ints high_nibbles(Ints a) { return low_nibbles({_mm256_srli_epi32(a.low, 4), _mm256_srli_epi32(a.high, 4)}); }
+TM_INLINE int32_t sum_half(__m256i a) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+TM_INLINE void sum_halves(Ints a, int32_t* to) {
+    to[0] = sum_half(a.low);
+    to[1] = sum_half(a.high);
+}
+TM_INLINE Floats load_half_precision(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 
 TM_INLINE __m256 dot_pairs_half(__m256 acc, __m256i a, __m256i b) {
