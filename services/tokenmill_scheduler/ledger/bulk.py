@@ -1,6 +1,7 @@
 """One statement over many parameter rows, for either database.
 
-A statement is written once, over the columns of `v`, the table of the parameters. PostgreSQL gets that table as one JSON text: one
+A statement is written once, over the columns of `v`, the table of the parameters, and handed to the driver as the text that it
+compiles to: SQLAlchemy's own way spends longer on a statement than the database. PostgreSQL gets that table as one JSON text: one
 round trip, and the encoding is C at both ends, where psycopg writes arrays in Python. SQLite has no network to save: there a column
 of `v` is a placeholder, and the driver runs the statement once for each row.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import JSON, ColumnElement, Connection, Text, bindparam, cast, column, func
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.types import TypeEngine
 
@@ -43,7 +45,6 @@ class Bulk:
 
 
 def _by_row(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:
-    """Hands the compiled text to the driver: SQLAlchemy's own way spends longer on the parameters than SQLite on the rows."""
     # Other names than the columns', which are reserved in an UPDATE.
     binds = {name: bindparam(f"v_{name}", type_=type_) for name, type_ in types.items()}
     compiled = build(binds).compile(dialect=sqlite.dialect())
@@ -58,12 +59,13 @@ def _by_json(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]]
     function = func.json_to_recordset(cast(bindparam("rows", type_=Text), JSON))
     source = function.table_valued(*(column(name, type_) for name, type_ in types.items()), name="v")
     v = source.render_derived(with_types=True)
-    statement = build(dict(v.c.items())).execution_options(preserve_rowcount=True)
+    statement = str(build(dict(v.c.items())).compile(dialect=psycopg.dialect()))  # type: ignore[no-untyped-call]
     names = tuple(types)
     # Bytes as PostgreSQL reads them in text.
     encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=lambda value: f"\\x{value.hex()}").encode
 
     def execute(connection: Connection, rows: Sequence[Row]) -> int:
-        return connection.execute(statement, {"rows": encode([dict(zip(names, row, strict=True)) for row in rows])}).rowcount
+        parameters = {"rows": encode([dict(zip(names, row, strict=True)) for row in rows])}
+        return connection.exec_driver_sql(statement, parameters).rowcount
 
     return execute

@@ -2,7 +2,8 @@
 
 The database's clock alone decides when a lease has run out, so that schedulers whose clocks differ agree. What makes a lease safe
 is not the clock but its row: `hold` locks it for the rest of a writing transaction, so that a takeover, which deletes it, comes
-either before the transaction, which then writes nothing, or after it. Works in the transaction of the connection it is given.
+either before the transaction, which then writes nothing, or after it. (The writer on PostgreSQL locks the row beside it, see
+commits.py.) Works in the transaction of the connection it is given.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, case, delete, insert, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, delete, insert, literal_column, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tokenmill_scheduler.ledger import queries
@@ -23,6 +24,7 @@ _NOW_S: dict[str, ColumnElement[float]] = {
     "postgresql": literal_column("extract(epoch FROM clock_timestamp())::float8", Float),
 }
 _GIVEN_UP_S = 0.0
+_HOLD = select(leases.c.number).where(leases.c.number == bindparam("lease")).with_for_update(read=True, key_share=True)
 
 
 def take(connection: Connection, scheduler: str, lease_s: float) -> Lease:
@@ -47,8 +49,7 @@ def give_up(connection: Connection, lease: Lease) -> None:
 
 def hold(connection: Connection, lease: Lease) -> None:
     """Raises LeaseLost unless it holds; it then holds until the transaction ends."""
-    statement = select(leases.c.number).where(leases.c.number == lease.number).with_for_update(read=True, key_share=True)
-    if connection.execute(statement).first() is None:
+    if connection.scalar(_HOLD, {"lease": lease.number}) is None:
         raise _lost(lease)
 
 

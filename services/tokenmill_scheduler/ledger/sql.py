@@ -192,19 +192,22 @@ class SqlLedger:
     def _write(self, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
         with self._engines.write.connect() as connection:
             transaction = connection.begin()
-            if lease is not None:
-                lease_rows.hold(connection, lease)
+            count = None if lease is None else self._hold(connection, lease)
             outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)
-            # SQLite's commit cannot be in doubt: the process that asks is the one that does it.
-            doubt = None
-            if lease is not None and self._engines.dialect == "postgresql":
-                doubt = _InDoubt(lease, commits.count_up(connection, lease), tuple(records), outcomes)
             try:
                 transaction.commit()
             except DBAPIError:
-                self._in_doubt = doubt
+                if lease is not None and count is not None:
+                    self._in_doubt = _InDoubt(lease, count, tuple(records), outcomes)
                 raise
             return outcomes
+
+    def _hold(self, connection: Connection, lease: Lease) -> int | None:
+        """Raises LeaseLost. Returns what tells a commit in doubt; SQLite's cannot be: who asks is the process that does it."""
+        if self._engines.dialect == "postgresql":
+            return commits.count_up(connection, lease)
+        lease_rows.hold(connection, lease)
+        return None
 
     def _settle(self, records: Sequence[Record]) -> list[Outcome] | None:
         """The outcomes, if the last write was carried out after all and this one repeats it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 from sqlalchemy import Connection, and_, delete, or_, select
 
@@ -19,9 +20,11 @@ from tokenmill_scheduler.ledger.port import Outcome, Record, Submission
 from tokenmill_scheduler.ledger.statements import Statements
 from tokenmill_scheduler.ledger.tables import requests
 
-# A tail moves to `tokens` when it passes a multiple of this many tokens; sooner with log probabilities, whose tails are wide.
+# A tail moves to `tokens` every so many tokens; sooner with log probabilities, whose tails are wide.
 TAIL_TOKENS = 64
 TAIL_TOKENS_WITH_LOGPROBS = 8
+# Requests that began together are spread over so many transactions.
+_TAIL_PHASES = 8
 # Parameters of one IN list: SQLite takes 32,766.
 _IDS_A_QUERY = 1000
 
@@ -80,14 +83,20 @@ def _append_tokens(connection: Connection, statements: Statements, batch: Batch)
     statements.start_tails.run_all(connection, [_first_chunk_row(id_, chunk) for id_, chunk in first.items()], "first tokens")
     statements.grow_tails.run_all(connection, [_next_chunk_row(id_, chunk) for id_, chunk in rest.items()], "tokens")
     ended = set(batch.ended())
-    full = [(request_id,) for request_id, chunk in batch.chunks.items() if request_id not in ended and _fills_tail(chunk)]
+    full = [(id_,) for id_, chunk in batch.chunks.items() if id_ not in ended and _fills_tail(id_, chunk)]
     statements.copy_tails.run(connection, full)
     statements.empty_tails.run(connection, full)
 
 
-def _fills_tail(chunk: Chunk) -> bool:
+def _fills_tail(request_id: str, chunk: Chunk) -> bool:
     limit = TAIL_TOKENS_WITH_LOGPROBS if chunk.logprobs else TAIL_TOKENS
-    return chunk.first_index // limit < chunk.end // limit
+    offset = limit - first_move(request_id, limit)
+    return (chunk.first_index + offset) // limit < (chunk.end + offset) // limit
+
+
+def first_move(request_id: str, limit: int) -> int:
+    """After how many tokens, at most `limit`, a tail moves for the first time; from then on it does every `limit` tokens."""
+    return limit - crc32(request_id.encode()) % _TAIL_PHASES * limit // _TAIL_PHASES
 
 
 def _move(connection: Connection, statements: Statements, batch: Batch, lease: int | None) -> None:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
+from sqlalchemy import Connection
 from tokenmill_scheduler.core.request import State
-from tokenmill_scheduler.ledger import leases, store
+from tokenmill_scheduler.ledger import commits, leases, store
 from tokenmill_scheduler.ledger.engine import driver_errors
-from tokenmill_scheduler.ledger.port import Command, Estate, ExecutorTaken, LeaseLost, Ledger, LedgerUnavailable, Outcome, Verb
+from tokenmill_scheduler.ledger.port import (
+    Command,
+    Estate,
+    ExecutorTaken,
+    Lease,
+    LeaseLost,
+    Ledger,
+    LedgerUnavailable,
+    Outcome,
+    Verb,
+)
 from tokenmill_scheduler.ledger.sql import open_ledger
 
 from tests.fakes.ledger_records import decode, prefill, run_to_decode, run_to_end, submission, tokens
@@ -149,11 +161,14 @@ def test_progress_tells_what_has_grown_or_ended(ledger: Ledger) -> None:
     assert (progress["ended"][0].state, progress["ended"][1].token_ids) == (State.DONE, ())
 
 
-def test_a_takeover_waits_for_the_write_under_way_and_a_renewal_does_not(postgres_url: str) -> None:
+@pytest.mark.parametrize("hold", [leases.hold, commits.count_up])
+def test_a_takeover_waits_for_the_write_under_way_and_a_renewal_does_not(
+    postgres_url: str, hold: Callable[[Connection, Lease], object]
+) -> None:
     mine, theirs = open_ledger(postgres_url, durable=False), open_ledger(postgres_url, durable=False)
     fallen, heir = theirs.take_lease("s1", 0), mine.take_lease("s2", LONG_S)
     with theirs._engines.write.connect() as connection, connection.begin():
-        leases.hold(connection, fallen)
+        hold(connection, fallen)
         store.write(connection, theirs._statements, [submission()], fallen.number)
         theirs.renew_lease(fallen, 0)
         adopted: list[str] = []
@@ -170,7 +185,7 @@ def test_c74_a_transaction_that_stands_still_does_not_keep_its_lease(postgres_ur
     stalled, heir = theirs.take_lease("s1", 0), mine.take_lease("s2", LONG_S)
     with theirs._engines.write.connect() as connection:
         writing = connection.begin()
-        leases.hold(connection, stalled)
+        commits.count_up(connection, stalled)
         store.write(connection, theirs._statements, [submission()], stalled.number)
         assert mine.take_over(heir, [stalled.number]) == Estate()
         with pytest.raises(LedgerUnavailable, match="idle-in-transaction timeout"), driver_errors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tokenmill_scheduler.ledger import commits
 from tokenmill_scheduler.ledger.engine import connect
 from tokenmill_scheduler.ledger.port import LeaseLost, LedgerConflict, LedgerCorrupt, LedgerUnavailable, Outcome, Record
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
-from tokenmill_scheduler.ledger.store import TAIL_TOKENS
+from tokenmill_scheduler.ledger.store import TAIL_TOKENS, first_move
 
 from tests.fakes.ledger_records import done, prefill, run_to_decode, run_to_end, submission, tokens
 from tests.fakes.postgres import PostgresServer, postgres_server
@@ -34,25 +35,37 @@ def execute(ledger: SqlLedger, statement: str) -> None:
 
 def test_a_tail_moves_when_it_is_long_and_when_its_request_ends(sql_ledger: SqlLedger) -> None:
     run_to_decode(sql_ledger)
-    for index in range(TAIL_TOKENS + 5):
+    first = first_move("a", TAIL_TOKENS)
+    for index in range(first + TAIL_TOKENS + 5):
         sql_ledger.write([tokens("a", index, index)])
-    assert rows(sql_ledger, "SELECT first_index, count FROM tokens") == [{"first_index": 0, "count": TAIL_TOKENS}]
-    assert rows(sql_ledger, "SELECT first_index, count FROM tails") == [{"first_index": TAIL_TOKENS, "count": 5}]
+    assert rows(sql_ledger, "SELECT first_index, count FROM tokens ORDER BY first_index") == [
+        {"first_index": 0, "count": first},
+        {"first_index": first, "count": TAIL_TOKENS},
+    ]
+    assert rows(sql_ledger, "SELECT first_index, count FROM tails") == [{"first_index": first + TAIL_TOKENS, "count": 5}]
     sql_ledger.write([done()])
-    assert len(rows(sql_ledger, "SELECT * FROM tokens")) == 2
+    assert len(rows(sql_ledger, "SELECT * FROM tokens")) == 3
     assert rows(sql_ledger, "SELECT * FROM tails") == []
+
+
+def test_tails_of_requests_that_began_together_move_apart() -> None:
+    moves = Counter(first_move(f"request-{number}", TAIL_TOKENS) for number in range(256))
+    assert max(moves) == TAIL_TOKENS
+    assert len(moves) == 8
+    assert max(moves.values()) < 2 * 256 / len(moves)
 
 
 def test_damage_is_found_when_it_is_read(sql_ledger: SqlLedger) -> None:
     run_to_decode(sql_ledger)
-    for index in range(3 * TAIL_TOKENS):
+    second = first_move("a", TAIL_TOKENS)
+    for index in range(second + 2 * TAIL_TOKENS):
         sql_ledger.write([tokens("a", index, index)])
-    execute(sql_ledger, f"DELETE FROM tokens WHERE first_index = {TAIL_TOKENS}")
+    execute(sql_ledger, f"DELETE FROM tokens WHERE first_index = {second}")
     with pytest.raises(LedgerCorrupt):
         sql_ledger.output("a")
     with pytest.raises(LedgerCorrupt):
         list(sql_ledger.unfinished())
-    assert len(sql_ledger.output("a", 2 * TAIL_TOKENS).token_ids) == TAIL_TOKENS
+    assert len(sql_ledger.output("a", second + TAIL_TOKENS).token_ids) == TAIL_TOKENS
     execute(sql_ledger, "UPDATE tokens SET count = 3 WHERE first_index = 0")
     with pytest.raises(LedgerCorrupt):
         sql_ledger.output("a")
