@@ -26,7 +26,7 @@ class _Bias(click.ParamType[tuple[int, float]]):
 
 
 _OPTIONS: tuple[Callable[[F], F], ...] = (
-    click.option("-n", "--max-tokens", type=int, help="Most output tokens.  [default: what fits]"),
+    click.option("-m", "--max-tokens", type=int, help="Most output tokens.  [default: what fits]"),
     click.option("--min-tokens", type=int, help="No end before this many tokens."),
     click.option("-t", "--temperature", type=float, help="0 is greedy.  [default: 1]"),
     click.option("--top-p", type=float, help="Only the likeliest tokens that sum up to this."),
@@ -41,6 +41,8 @@ _OPTIONS: tuple[Callable[[F], F], ...] = (
     click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End with this token; repeatable."),
     click.option("--include-stop-str-in-output", is_flag=True, default=None, help="Show the stop text."),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end-of-sequence token."),
+    click.option("-n", "--n", type=int, help="Choices to make of the prompt, each with its own seed.  [default: 1]"),
+    click.option("--best-of", type=int, help="Make so many, and give the best of them: those of the highest mean log probability."),
     click.option("--logprobs", type=int, help="Log probabilities of this many likeliest tokens (with --json)."),
     click.option("--model", help="The model.  [default: the only one served]"),
     click.option("--priority", type=int, help="Higher runs sooner.  [default: 0]"),

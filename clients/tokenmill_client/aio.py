@@ -70,7 +70,7 @@ class AsyncClient:
     def generate(
         self, prompt: str | None = None, *, output: OutputForm = "both", **options: Unpack[GenerateOptions]
     ) -> AsyncStream:
-        """A stream of a new request's output; it is sent when the stream is first read.
+        """A stream of a new request's output, of all its choices; it is sent when the stream is first read.
 
         It carries a request id, drawn here unless given, so that sending it again after a failure joins the first.
         """
@@ -89,7 +89,10 @@ class AsyncClient:
     def attach(
         self, request_id: str, next_index: int = 0, *, output: OutputForm = "both", timeout: float | None = None
     ) -> AsyncStream:
-        """A stream of a request's output from token `next_index` on, whoever submitted it."""
+        """A stream of a request's output from token `next_index` on, whoever submitted it.
+
+        Of all its choices, or of one alone when `request_id` is followed by `/` and its number, from 1.
+        """
 
         def connect(progress: Progress, remaining_s: float | None) -> StreamCall:
             return self._attach(progress, output, remaining_s)
@@ -148,5 +151,5 @@ class AsyncClient:
         return inference_pb2_grpc.InferenceServiceStub(self._transport.channel)
 
     def _attach(self, progress: Progress, output: OutputForm, timeout_s: float | None) -> StreamCall:
-        request = outgoing.attach(progress.request_id, progress.next_index, output)
+        request = outgoing.attach(progress.request_id, progress.next_indexes, output)
         return self._stub.Attach(request, timeout=timeout_s, metadata=self._transport.metadata)

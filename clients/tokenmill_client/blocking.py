@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 from tokenmill_client.admin import AsyncAdmin
 from tokenmill_client.aio import DEFAULT_ADDRESS, AsyncClient
 from tokenmill_client.options import GenerateOptions, OutputForm
-from tokenmill_client.records import Action, Delta, Output, RequestInfo
+from tokenmill_client.records import Action, Delta, Output, RequestInfo, Usage
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream
@@ -98,10 +98,21 @@ class Stream(_Blocking[AsyncStream], Iterator[Delta]):
 
     @property
     def output(self) -> Output:
-        """What has come so far."""
+        """What has come so far, of the first choice."""
         return self._async.output
 
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What has come so far, of each choice; how many there are is known with the first delta."""
+        return self._async.outputs
+
+    @property
+    def usage(self) -> Usage:
+        """Of all choices, their prompt counted once."""
+        return self._async.usage
+
     result = _blocking(AsyncStream.result)
+    results = _blocking(AsyncStream.results)
     close = _blocking(AsyncStream.aclose)
 
     def __next__(self) -> Delta:

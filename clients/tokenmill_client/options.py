@@ -19,7 +19,7 @@ class Message(TypedDict):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen. An absent one takes the server's default."""
+    """How tokens are chosen. An absent one takes the server's default. `n` choices are made, or the `n` best of `best_of`."""
 
     temperature: float
     top_p: float
@@ -37,6 +37,8 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     ignore_eos: bool
     logprobs: int
+    n: int
+    best_of: int
 
 
 class PromptForms(TypedDict, total=False):

@@ -46,8 +46,11 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`cached_tokens` are those of the prompt that were not computed: cached, or shared with another choice."""
+
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +68,14 @@ class TokenLogprobs:
 class Accepted:
     request_id: str
     prompt_tokens: int
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Output tokens `first_index` to `first_index + token_count - 1`, or text alone that was held back until the request's end.
 
-    `token_ids` and `text` are empty unless asked for; `logprobs` is empty or has one entry a token.
+    `token_ids` and `text` are empty unless asked for; `logprobs` is empty or has one entry a token. `choice` counts from 0.
     """
 
     first_index: int
@@ -79,6 +83,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Finished:
     usage: Usage
     error: str = ""
     error_code: int = 0
+    choice: int = 0
 
 
 StreamEvent = Accepted | Delta | Finished
@@ -95,7 +101,7 @@ StreamEvent = Accepted | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a stream has brought, from output token `first_index` on. `finish_reason` is None while the request goes on."""
+    """What a stream has brought of one choice, from output token `first_index` on. `finish_reason` is None while it goes on."""
 
     request_id: str
     first_index: int
@@ -104,6 +110,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     usage: Usage
+    choice: int = 0
 
 
 # ---- answers -------------------------------------------------------------------------------------------------------------------
@@ -166,6 +173,10 @@ class RequestInfo:
     executor: str
     lane: Lane
     retry_of: str
+    # Choices asked for, and which of them this is; `parent_id` is the first one's id, which is that of the request.
+    n: int = 1
+    choice: int = 0
+    parent_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

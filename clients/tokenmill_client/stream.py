@@ -12,8 +12,8 @@ from typing import Any, Protocol, Self
 import grpc
 
 from tokenmill_client.errors import DeadlineExceeded, TokenmillError, Unavailable, from_finished
-from tokenmill_client.progress import Progress
-from tokenmill_client.records import Delta, Output, StreamEvent
+from tokenmill_client.progress import Progress, total_usage
+from tokenmill_client.records import Delta, Output, StreamEvent, Usage
 from tokenmill_client.retry import Backoff
 from tokenmill_client.transport import Transport
 from tokenmill_client.wire import incoming
@@ -36,6 +36,9 @@ Connect = Callable[[Progress, float | None], StreamCall]
 
 class AsyncStream(AsyncIterator[Delta]):
     """Iterate it for deltas, or await `result()` for all at once. The call starts with the first of these.
+
+    Of a request for several choices, each delta says whose it is, `results()` gives all outputs, and `result()` that of the first,
+    which is the best where the best were asked for.
 
     Each output token comes once, in order, also when the scheduler restarts in mid-stream; if the server breaks that rule,
     BrokenStream is raised. A request that ends other than DONE raises RequestFailed, RequestCancelled or RequestExpired with the
@@ -60,14 +63,28 @@ class AsyncStream(AsyncIterator[Delta]):
 
     @property
     def output(self) -> Output:
-        """What has come so far."""
+        """What has come so far, of the first choice."""
         return self._progress.output
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What has come so far, of each choice; how many there are is known with the first delta."""
+        return self._progress.outputs
+
+    @property
+    def usage(self) -> Usage:
+        """Of all choices, their prompt counted once."""
+        return total_usage(self._progress.outputs)
 
     async def result(self) -> Output:
         """Reads to the end."""
+        return (await self.results())[0]
+
+    async def results(self) -> tuple[Output, ...]:
+        """As `result`, of each choice."""
         async for _ in self:
             pass
-        return self._progress.output
+        return self._progress.outputs
 
     async def __anext__(self) -> Delta:
         while not self._closed:
@@ -79,7 +96,7 @@ class AsyncStream(AsyncIterator[Delta]):
             if delta is not None:
                 self._backoff.reset()
                 return delta
-            if self._progress.finished is not None:
+            if self._progress.is_over:
                 await self._hang_up()
                 self._raise_unless_done()
         raise StopAsyncIteration
@@ -105,10 +122,11 @@ class AsyncStream(AsyncIterator[Delta]):
         await self.aclose()
 
     def _raise_unless_done(self) -> None:
-        assert self._progress.finished is not None
-        error = from_finished(self._progress.finished, self._progress.output)
-        if error is not None:
-            raise error
+        """The first choice that is not stands for all."""
+        for finished, output in self._progress.endings:
+            error = from_finished(finished, output)
+            if error is not None:
+                raise error
 
     async def _next_event(self) -> StreamEvent:
         """The next event of this connection, or of a new one when it is lost."""

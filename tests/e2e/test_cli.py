@@ -43,9 +43,9 @@ def wait_accepted(service: str, request_id: str) -> None:
 
 
 def test_generate_from_argument_and_standard_input(service: str) -> None:
-    done = tokenmill("generate", "--token-ids", "65 66", "-n", "10", "--seed", "1", TOKENMILL_SERVER=service)
+    done = tokenmill("generate", "--token-ids", "65 66", "-m", "10", "--seed", "1", TOKENMILL_SERVER=service)
     assert (done.returncode, [int(word) for word in done.stdout.split()]) == (0, foretold([65, 66], 10)), done.stderr
-    done = tokenmill("--server", service, "generate", "-n", "10", "--seed", "1", "--json", stdin="AB\n")
+    done = tokenmill("--server", service, "generate", "-m", "10", "--seed", "1", "--json", stdin="AB\n")
     document = json.loads(done.stdout)
     with Client(service) as client:
         prompt = client.tokenize("AB").token_ids
@@ -54,7 +54,7 @@ def test_generate_from_argument_and_standard_input(service: str) -> None:
 
 
 def test_a_request_is_watched_and_cancelled_from_another_terminal(service: str) -> None:
-    with Running("--server", service, "generate", "x", "-n", "4000", "--request-id", "long") as generating:
+    with Running("--server", service, "generate", "x", "-m", "4000", "--request-id", "long") as generating:
         wait_accepted(service, "long")
         with Running("--server", service, "requests", "watch", "long", "--interval", "0.1") as watching:
             watching.expect("decode")
@@ -73,7 +73,7 @@ def test_a_request_is_watched_and_cancelled_from_another_terminal(service: str) 
 
 
 def test_c13_an_interrupted_generate_cancels_its_request(service: str) -> None:
-    with Running("--server", service, "generate", "x", "-n", "4000", "--request-id", "interrupted") as generating:
+    with Running("--server", service, "generate", "x", "-m", "4000", "--request-id", "interrupted") as generating:
         wait_accepted(service, "interrupted")
         with Running("--server", service, "requests", "watch", "interrupted", "--interval", "0.1") as watching:
             watching.expect("decode")
@@ -108,7 +108,7 @@ def test_serve_all_with_tls_and_tokens(tmp_path: Path) -> None:
     trusting = ("--tls-ca", str(authority.ca))
     with Running(*trusting, "serve", "all", *SIMULATED, *ANYWHERE, cwd=tmp_path, **served) as running:
         server = (*trusting, "--server", running.expect(r"tokenmill is ready at (\S+)\. ")[1])
-        done = tokenmill(*server, "generate", "x", "-n", "3", "--request-id", "r", TOKENMILL_TOKEN=drawn)
+        done = tokenmill(*server, "generate", "x", "-m", "3", "--request-id", "r", TOKENMILL_TOKEN=drawn)
         assert done.returncode == 0, done.stderr
         assert tokenmill(*server, "generate", "x").returncode == ExitCode.REFUSED
         refused = tokenmill(*server, "requests", "list", TOKENMILL_TOKEN=drawn)
@@ -121,7 +121,7 @@ def test_serve_all_with_tls_and_tokens(tmp_path: Path) -> None:
 def test_serve_all_stops_both_and_keeps_the_database(tmp_path: Path) -> None:
     with Running("serve", "all", *SIMULATED, *ANYWHERE, cwd=tmp_path) as running:
         address = running.expect(r"tokenmill is ready at (\S+)\. ")[1]
-        assert tokenmill("--server", address, "generate", "x", "-n", "3", "--request-id", "kept").returncode == 0
+        assert tokenmill("--server", address, "generate", "x", "-m", "3", "--request-id", "kept").returncode == 0
         running.signal(signal.SIGTERM)
         assert running.wait() == 0
         for name in ("scheduler", "executor"):
@@ -168,7 +168,7 @@ def test_one_answer_of_the_real_model(tmp_path: Path) -> None:
     with Running("serve", "all", "--model", str(smollm2_path()), "--threads", "1", *ANYWHERE, cwd=tmp_path) as running:
         address = running.expect(r"tokenmill is ready at (\S+)\. ")[1]
         question = "Explain in two sentences why the sky is blue."
-        done = tokenmill("--server", address, "generate", "--chat", question, "-t", "0", "-n", "5")
+        done = tokenmill("--server", address, "generate", "--chat", question, "-t", "0", "-m", "5")
         assert (done.returncode, done.stdout) == (0, "The sky is blue because\n"), done.stderr
 
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import click
-from tokenmill_client import Message, RequestNotDone, Stream
+from tokenmill_client import Delta, Message, Output, RequestNotDone, Stream
 
 from tokenmill_cli.app import App, pass_app, server_options
 from tokenmill_cli.exits import CommandError, ExitCode
@@ -26,7 +26,7 @@ from tokenmill_cli.sampling import chosen, request_options
 @server_options
 @pass_app
 def generate(app: App, prompt: str | None, chat: bool, system: str | None, token_ids: bool, **options: Any) -> None:
-    """Generate text and print it as it comes.
+    """Generate text and print it as it comes; several choices (-n) when all are there.
 
     From PROMPT, or from standard input.
     """
@@ -40,7 +40,7 @@ def generate(app: App, prompt: str | None, chat: bool, system: str | None, token
         request["messages"] = _turns(system, text)
     text_prompt = None if "token_ids" in request or "messages" in request else text
     with app.client() as client, client.generate(text_prompt, **request) as stream:
-        _follow(app, stream, token_ids)
+        _follow(app, stream, token_ids, several=request.get("n", 1) > 1)
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -67,35 +67,43 @@ def _turns(system: str | None, text: str) -> list[Message]:
     return [*turns, {"role": "user", "content": text}]
 
 
-def _follow(app: App, stream: Stream, token_ids: bool) -> None:
+def _follow(app: App, stream: Stream, token_ids: bool, several: bool) -> None:
     started_s = time.monotonic()
     try:
         for delta in stream:
-            if app.json:
+            if app.json or several:
                 continue
-            piece = "".join(f"{token_id} " for token_id in delta.token_ids) if token_ids else delta.text
-            click.echo(piece, nl=False)
+            click.echo(_shown(delta, token_ids), nl=False)
             sys.stdout.flush()
     except RequestNotDone as error:
-        _end(app, stream, started_s)
+        _end(app, stream, started_s, token_ids)
         text, name = str(error), f"Request {stream.request_id}"
         raise CommandError(text if text.startswith(name) else f"{name}: {text}", ExitCode.FAILURE) from error
     except BaseException:
         if stream.output.text and not app.json:
             click.echo()
         raise
-    _end(app, stream, started_s)
+    _end(app, stream, started_s, token_ids)
 
 
-def _end(app: App, stream: Stream, started_s: float) -> None:
-    output = stream.output
+def _shown(part: Delta | Output, token_ids: bool) -> str:
+    return "".join(f"{token_id} " for token_id in part.token_ids) if token_ids else part.text
+
+
+def _end(app: App, stream: Stream, started_s: float, token_ids: bool) -> None:
+    """Of several choices, all their output."""
+    outputs = stream.outputs
     if app.json:
-        print_json(output)
+        print_json(outputs if len(outputs) > 1 else outputs[0])
         return
-    click.echo()
+    if len(outputs) == 1:
+        click.echo()
+    for output in outputs if len(outputs) > 1 else ():
+        click.secho(f"choice {output.choice}: {output.finish_reason or 'unfinished'}", bold=True)
+        click.echo(_shown(output, token_ids))
     if sys.stderr.isatty():
         elapsed_s = time.monotonic() - started_s
-        count = output.usage.output_tokens
-        reason = output.finish_reason or "unfinished"
+        count = stream.usage.output_tokens
+        reason = outputs[0].finish_reason or "unfinished"
         line = f"[{stream.request_id}: {count} tokens in {elapsed_s:.1f} s, {count / elapsed_s:.1f} tokens/s, {reason}]"
         click.secho(line, dim=True, err=True)

@@ -25,16 +25,17 @@ def stream_event(response: object) -> records.StreamEvent | None:
     event = response.event
     match event.WhichOneof("event"):
         case "delta":
-            return _delta(event.delta)
+            return _delta(event.delta, event.choice)
         case "accepted":
-            return records.Accepted(event.accepted.request_id, event.accepted.prompt_tokens)
+            # An older server knows of one choice alone, and does not say so.
+            return records.Accepted(event.accepted.request_id, event.accepted.prompt_tokens, event.accepted.num_choices or 1)
         case "finished":
-            return _finished(event.finished)
+            return _finished(event.finished, event.choice)
         case _:
             raise ServerError("The server sent a stream event that this client does not know: use a newer client.")
 
 
-def _delta(delta: types_pb2.StreamEvent.Delta) -> records.Delta:
+def _delta(delta: types_pb2.StreamEvent.Delta, choice: int) -> records.Delta:
     return records.Delta(
         first_index=delta.first_index,
         token_count=delta.token_count,
@@ -44,16 +45,18 @@ def _delta(delta: types_pb2.StreamEvent.Delta) -> records.Delta:
             records.TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
             for entry in delta.logprobs
         ),
+        choice=choice,
     )
 
 
-def _finished(finished: types_pb2.StreamEvent.Finished) -> records.Finished:
+def _finished(finished: types_pb2.StreamEvent.Finished, choice: int) -> records.Finished:
     return records.Finished(
         state=_state(finished.state),
         finish_reason=_finish_reason(finished.finish_reason),
         usage=_usage(finished.usage),
         error=finished.error,
         error_code=finished.error_code,
+        choice=choice,
     )
 
 
@@ -84,7 +87,7 @@ def _finish_reason(number: types_pb2.FinishReason.ValueType) -> records.FinishRe
 
 
 def _usage(counts: types_pb2.TokenCounts) -> records.Usage:
-    return records.Usage(counts.prompt_tokens, counts.output_tokens)
+    return records.Usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens)
 
 
 def _time(message: Any, field: str) -> datetime | None:

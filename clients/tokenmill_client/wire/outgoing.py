@@ -29,6 +29,8 @@ _SCALARS = frozenset(
         "include_stop_str_in_output",
         "ignore_eos",
         "logprobs",
+        "n",
+        "best_of",
     }
 )
 
@@ -45,8 +47,11 @@ def submit(prompt: str | None, options: SubmitOptions) -> inference_pb2.SubmitRe
     return inference_pb2.SubmitRequest(request=_request_spec(prompt, options))
 
 
-def attach(request_id: str, next_index: int, output: OutputForm) -> inference_pb2.AttachRequest:
-    return inference_pb2.AttachRequest(request_id=request_id, next_index=next_index, output=_output_options(output))
+def attach(request_id: str, next_indexes: Sequence[int], output: OutputForm) -> inference_pb2.AttachRequest:
+    """From these indexes on, one for each choice, or one for all there may be."""
+    if len(next_indexes) == 1:
+        return inference_pb2.AttachRequest(request_id=request_id, next_index=next_indexes[0], output=_output_options(output))
+    return inference_pb2.AttachRequest(request_id=request_id, next_indexes=next_indexes, output=_output_options(output))
 
 
 def get_request(request_id: str, include_output: bool) -> inference_pb2.GetRequestRequest:

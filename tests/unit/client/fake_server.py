@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import grpc
@@ -55,12 +56,16 @@ class FakeRequest:
     def max_tokens(self) -> int:
         return self.spec.sampling.max_tokens if self.spec.sampling.HasField("max_tokens") else 8
 
+    @property
+    def num_choices(self) -> int:
+        return self.spec.sampling.n or 1
+
 
 class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminServiceServicer):
     """`cuts[n]` ends the n-th stream with UNAVAILABLE after so many messages (None: it runs to its end).
 
     `hold_at` stops every stream before that token until the request is cancelled. `refusals` are raised by the next calls.
-    `calls` and `tokens` are what calls named and showed.
+    `calls` and `tokens` are what calls named and showed. `failing_choices` end as FAILED.
     """
 
     def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
@@ -69,6 +74,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         self.requests: dict[str, FakeRequest] = {}
         self.cuts: list[int | None] = []
         self.hold_at: int | None = None
+        self.failing_choices: list[int] = []
         self.refusals: list[status_pb2.Status] = []
         self.serving = True
         self.paused = ""
@@ -114,13 +120,16 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         self._begin("Generate", context)
         cut = self._next_cut()
         accepted, _ = self._accept(request.request, context)
-        for event in self._events(accepted, 0, request.output, cut, context):
+        for event in self._events(accepted, [0] * accepted.num_choices, request.output, cut, context):
             yield inference_pb2.GenerateResponse(event=event)
 
     def Attach(self, request: inference_pb2.AttachRequest, context: Any) -> Iterator[inference_pb2.AttachResponse]:  # noqa: N802
-        self._begin(f"Attach {request.next_index}", context)
+        starts = list(request.next_indexes) or [request.next_index]
+        self._begin(f"Attach {' '.join(map(str, starts))}", context)
         found = self._find(request.request_id, context)
-        for event in self._events(found, request.next_index, request.output, self._next_cut(), context):
+        if len(starts) != found.num_choices:
+            starts *= found.num_choices
+        for event in self._events(found, starts, request.output, self._next_cut(), context):
             yield inference_pb2.AttachResponse(event=event)
 
     def Submit(self, request: inference_pb2.SubmitRequest, context: Any) -> inference_pb2.SubmitResponse:  # noqa: N802
@@ -300,9 +309,11 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         return self.requests[request_id]
 
     def _events(
-        self, request: FakeRequest, start: int, output: inference_pb2.OutputOptions, cut: int | None, context: Any
+        self, request: FakeRequest, starts: list[int], output: inference_pb2.OutputOptions, cut: int | None, context: Any
     ) -> Iterator[types_pb2.StreamEvent]:
-        for sent, event in enumerate(self._whole_stream(request, start, context)):
+        several = len(starts) > 1
+        events = self._choices(request, starts, context) if several else self._whole_stream(request, starts[0], context)
+        for sent, event in enumerate(events):
             if sent == cut:
                 self._abort(context, grpc.StatusCode.UNAVAILABLE, "cut")
             if event.HasField("delta"):
@@ -310,6 +321,25 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
                     if not getattr(output, name):
                         event.delta.ClearField(name)
             yield event
+
+    def _choices(self, request: FakeRequest, starts: list[int], context: Any) -> Iterator[types_pb2.StreamEvent]:
+        """Choice i is streamed as the request "id/i" would be, an event of each in turn; choice i makes i tokens fewer."""
+        request_id = request.info.request_id
+        accepted = types_pb2.StreamEvent.Accepted(request_id=request_id, prompt_tokens=3, num_choices=len(starts))
+        yield types_pb2.StreamEvent(accepted=accepted)
+        for turn in zip_longest(*(self._choice(request, choice, start) for choice, start in enumerate(starts))):
+            yield from (event for event in turn if event is not None)
+
+    def _choice(self, request: FakeRequest, choice: int, start: int) -> Iterator[types_pb2.StreamEvent]:
+        name = choice_name(request.info.request_id, choice)
+        count = request.max_tokens - choice
+        for index in range(start, count):
+            yield _delta(index, 1, [token(name, index)], text_of(name, index, index + 1), choice)
+        yield _delta(count, 0, [], tail_of(name, count), choice)
+        finished = self._finish(request, count)
+        if choice in self.failing_choices:
+            finished.state, finished.error = types_pb2.REQUEST_STATE_FAILED, "it broke"
+        yield types_pb2.StreamEvent(finished=finished, choice=choice)
 
     def _whole_stream(self, request: FakeRequest, start: int, context: Any) -> Iterator[types_pb2.StreamEvent]:
         request_id = request.info.request_id
@@ -366,9 +396,13 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         ]
 
 
-def _delta(first_index: int, count: int, token_ids: list[int], text: str) -> types_pb2.StreamEvent:
+def choice_name(request_id: str, choice: int) -> str:
+    return f"{request_id}/{choice}" if choice else request_id
+
+
+def _delta(first_index: int, count: int, token_ids: list[int], text: str, choice: int = 0) -> types_pb2.StreamEvent:
     delta = types_pb2.StreamEvent.Delta(first_index=first_index, token_count=count, token_ids=token_ids, text=text)
-    return types_pb2.StreamEvent(delta=delta)
+    return types_pb2.StreamEvent(delta=delta, choice=choice)
 
 
 def queue_full(retry_delay_s: float) -> error_details_pb2.RetryInfo:

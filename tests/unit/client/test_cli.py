@@ -20,7 +20,7 @@ from tests.unit.client.fake_server import FakeServer, bad_request, queue_full, t
 
 
 def test_generate_prints_the_text(run: Run) -> None:
-    assert run("generate", "hello", "--request-id", "r", "-n", "4") == (0, whole_text("r", 4) + "\n", "")
+    assert run("generate", "hello", "--request-id", "r", "-m", "4") == (0, whole_text("r", 4) + "\n", "")
 
 
 def test_generate_reads_standard_input(server: FakeServer, run: Run) -> None:
@@ -37,17 +37,17 @@ def test_standard_input_that_is_no_text(server: FakeServer, run: Run, monkeypatc
 
 
 def test_generate_as_json(run: Run) -> None:
-    code, out, _ = run("generate", "hello", "--request-id", "r", "-n", "2", "--json")
+    code, out, _ = run("generate", "hello", "--request-id", "r", "-m", "2", "--json")
     document = json.loads(out)
     assert code == 0
     assert document["text"] == whole_text("r", 2)
     assert document["token_ids"] == [token("r", 0), token("r", 1)]
-    assert document["usage"] == {"prompt_tokens": 3, "output_tokens": 2}
+    assert document["usage"] == {"prompt_tokens": 3, "output_tokens": 2, "cached_tokens": 0}
     assert document["finish_reason"] == "length"
 
 
 def test_generate_token_ids_in_and_out(server: FakeServer, run: Run) -> None:
-    code, out, _ = run("generate", "--token-ids", "[1, 2  3]", "--request-id", "r", "-n", "3")
+    code, out, _ = run("generate", "--token-ids", "[1, 2  3]", "--request-id", "r", "-m", "3")
     assert (code, out.split()) == (0, [str(token("r", index)) for index in range(3)])
     assert list(server.requests["r"].spec.prompt.token_ids.ids) == [1, 2, 3]
 
@@ -74,7 +74,7 @@ def test_generate_passes_options_on(server: FakeServer, run: Run) -> None:
 
 def test_c72_generate_goes_on_after_a_cut(server: FakeServer, run: Run) -> None:
     server.cuts = [3]
-    assert run("generate", "hello", "--request-id", "r", "-n", "4") == (0, whole_text("r", 4) + "\n", "")
+    assert run("generate", "hello", "--request-id", "r", "-m", "4") == (0, whole_text("r", 4) + "\n", "")
 
 
 def test_generate_of_a_request_that_is_cancelled(server: FakeServer, run: Run) -> None:
@@ -186,7 +186,7 @@ def test_list_filters_and_limits(server: FakeServer, run: Run) -> None:
 
 
 def test_get_tells_a_requests_life(server: FakeServer, run: Run) -> None:
-    run("generate", "x", "--request-id", "r", "-n", "2")
+    run("generate", "x", "--request-id", "r", "-m", "2")
     code, out, _ = run("requests", "get", "r", "--text")
     assert code == 0
     for words in (("state", "done"), ("tokens", "3 prompt, 2 output"), ("+0.000 s", "prefill", "admitted")):
