@@ -7,14 +7,26 @@ must end with exactly the oracle's tokens and all blocks free.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tokenmill_scheduler.core.records import ResultArrived, SequenceFault, TextStop
+from tokenmill_scheduler.core.policy import POLICIES
+from tokenmill_scheduler.core.records import (
+    FULL_ATTENTION,
+    BlockGroup,
+    ExecutorDescription,
+    PolicyChanged,
+    ResultArrived,
+    SequenceFault,
+    TextStop,
+)
 from tokenmill_scheduler.core.request import TERMINAL, FinishReason, Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
-from tests.simulation.world import World, description
+from tests.simulation.world import Record, World, description
 
 NAMES = ("x", "y")
 EXECUTORS = st.sampled_from(NAMES)
@@ -26,8 +38,10 @@ LANES = st.sampled_from([Lane.STANDARD, Lane.STANDARD, Lane.REAL_TIME, Lane.BATC
 class SchedulerMachine(RuleBasedStateMachine):
     """Executor y is larger and of another shape than x, and serves the same model."""
 
+    GROUPS: ClassVar[tuple[BlockGroup, ...]] = FULL_ATTENTION
+
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority", "lpm"]),
+        policy=st.sampled_from(POLICIES),
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         num_blocks=st.integers(2, 8),
         max_num_seqs=st.integers(1, 4),
@@ -37,7 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         two=st.booleans(),
         caching=st.booleans(),
-        max_hit_overtakes=st.integers(0, 3),
+        ageing_turn=st.integers(0, 3),
+        fair_share=st.booleans(),
         first=st.lists(SHAPES, min_size=3, max_size=8),
     )
     def start(
@@ -52,14 +67,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap: bool,
         two: bool,
         caching: bool,
-        max_hit_overtakes: int,
+        ageing_turn: int,
+        fair_share: bool,
         first: list[tuple[int, int, int]],
     ) -> None:
-        config = SchedulerConfig(max_num_seqs, budget, batching, policy, 0.5, 0.2, max_overtakes, max_hit_overtakes)
+        config = SchedulerConfig(
+            max_num_seqs, budget, batching, policy, 0.5, 0.2, max_overtakes, ageing_turn, fair_share=fair_share
+        )
         shapes = [
             description("x", block_size=2, num_blocks=num_blocks, max_model_len=24, pipeline_depth=depth, caching=caching),
             description("y", block_size=3, num_blocks=8, max_model_len=24, max_num_seqs=2, caching=caching),
         ]
+        if self.GROUPS != FULL_ATTENTION:
+            shapes = [
+                replace(shape, num_blocks=len(self.GROUPS) * shape.num_blocks, block_groups=self.GROUPS, caches_prefixes=False)
+                for shape in shapes
+            ]
         self.world = World(config, *shapes[: 2 if two else 1], overlap=overlap)
         self.lost: set[str] = set()
         self.stopped_early: set[str] = set()
@@ -85,6 +108,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for shape in shapes:
             self._submit(shape, self._at(wait), self._at(queue_wait), lane)
 
+    @rule(shape=SHAPES, n=st.integers(2, 4), wait=st.none() | st.integers(0, 3), lane=LANES)
+    def submit_choices(self, shape: tuple[int, int, int], n: int, wait: int | None, lane: Lane) -> None:
+        self._submit(shape, self._at(wait), None, lane, n)
+
     @rule(shape=SHAPES, data=st.data())
     def submit_poison(self, shape: tuple[int, int, int], data: st.DataObject) -> None:
         """A request with a token in its prompt that kills every executor that computes it."""
@@ -100,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_s: float | None = None,
         queue_deadline_s: float | None = None,
         lane: Lane = Lane.STANDARD,
+        n: int = 1,
     ) -> str:
         prompt, max_tokens, priority = shape
         return self.world.submit(
@@ -110,6 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_s=deadline_s,
             queue_deadline_s=queue_deadline_s,
             lane=lane,
+            n=n,
+            tenant=f"t{len(self.world.records) % 3}",
         )
 
     def _at(self, wait_s: int | None) -> float | None:
@@ -125,6 +155,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self, data: st.DataObject, priority: int | None, wait: int | None) -> None:
         request_id = data.draw(st.sampled_from(list(self.world.records)))
         self.world.update(request_id, priority, self._at(wait))
+
+    @rule(policy=st.sampled_from(POLICIES), fair_share=st.booleans(), batch=st.integers(0, 60))
+    def change_policy(self, policy: str, fair_share: bool, batch: int) -> None:
+        self.world.change_policy(PolicyChanged(policy, fair_share, (40, 0, batch)))
 
     @rule(seconds=st.floats(0, 1))
     def tick(self, seconds: float) -> None:
@@ -208,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fault(self, name: str, data: st.DataObject, fault: SequenceFault) -> None:
         self.faulted = True
         request_id = data.draw(st.sampled_from(list(self.world.records)))
-        self.world.executors[self._name(name)].inject[int(request_id[1:])] = fault
+        self.world.executors[self._name(name)].inject[self.world.records[request_id].request.sampling.seed] = fault
 
     @rule(name=EXECUTORS, kind=st.sampled_from(["lose", "join", "restart"]))
     def disaster(self, name: str, kind: str) -> None:
@@ -271,9 +305,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.accidents, "an innocent request was blamed"
         elif record.state is State.FAILED and not self.faulted:
             assert record.ended.error_code == 8
-            tokens = len(record.request.prompt) + len(record.output)
-            largest = max(e.description.num_blocks * e.description.block_size for e in self.world.executors.values())
-            assert tokens > largest, "failed although it fits"
+            assert not any(self._fits(record, e.description) for e in self.world.executors.values()), "failed although it fits"
+
+    def _fits(self, record: Record, executor: ExecutorDescription) -> bool:
+        """All that it had when it failed; choices that had not run are to be held at once, with one token more each."""
+        tokens = len(record.request.prompt) + len(record.output)
+        together = sum(choice.path == "waiting failed" for choice in self.world.group(record))
+        if record.path != "waiting failed" or together == 1:
+            return tokens <= executor.num_blocks * executor.block_size
+        config = self.world.config
+        seqs = min(executor.max_num_seqs, executor.max_num_batched_tokens, config.max_num_seqs, config.max_num_batched_tokens)
+        blocks = -(-(tokens + min(record.request.sampling.max_tokens - 1, 1)) // executor.block_size)
+        return together <= min(seqs, executor.num_blocks // blocks)
 
 
 SchedulerMachine.TestCase.settings = settings(

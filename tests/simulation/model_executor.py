@@ -4,7 +4,10 @@ It imports no executor code. What would be a bug of the scheduler is an assertio
 while plan N runs, N+1 is prepared already, so a sequence that N finishes keeps its blocks, and may take another, until N+1 is done,
 and one that N+1 releases keeps them until N is done.
 
-It can cache prefixes: blocks are known by all tokens up to their end, and evicted in the order in which they were let go.
+Layers may be of several groups: a sequence then has a block of each group, one after the other, for each stretch of its positions.
+
+It can cache prefixes: blocks are known by all tokens up to their end, and evicted in the order in which they were let go. A fork
+shares the full blocks of its prompt that the other sequence has, by the time it is first advanced.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field
 from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
 
 from tests.simulation import oracle
-from tests.simulation.pool import Pool
+from tests.simulation.pool import GONE, Pool
 
 NONE, STOP, LENGTH = 0, 1, 2
 
@@ -70,7 +73,8 @@ class ModelExecutor:
     """`send` queues a plan, `step` carries out the oldest and returns its result.
 
     `inject` makes the next advance of the sequences of these seeds fail. `poison` has for a seed the position that kills the
-    executor when it is computed: `step` raises Died. `ran_out` counts real lacks of a block, which an honest forecast prevents.
+    executor when it is computed: `step` raises Died. `ran_out` counts real lacks of a block, which an honest forecast prevents,
+    `forked` the blocks that forks have shared.
     """
 
     def __init__(self, description: ExecutorDescription, overlap: bool = False) -> None:
@@ -79,6 +83,7 @@ class ModelExecutor:
         self.inject: dict[int, SequenceFault] = {}
         self.poison: dict[int, int] = {}
         self.ran_out = 0
+        self.forked = 0
         self.epoch = 0
         self.pool = Pool(description)
         self._sequences: dict[int, _Sequence] = {}
@@ -100,6 +105,10 @@ class ModelExecutor:
     @property
     def blocks(self) -> Blocks:
         return self.pool.blocks([sequence.blocks for sequence in self._sequences.values()])
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.description.block_groups)
 
     @property
     def idle(self) -> bool:
@@ -149,9 +158,9 @@ class ModelExecutor:
         if known >= sequence.most_tokens(self.description.max_model_len):
             # The steps launched bring it to its length: that much is known before they are over.
             return None
-        before, hits = sequence.launched, [] if sequence.launched else self.pool.hit(sequence.tokens)
+        before, hits = sequence.launched, [] if sequence.launched else self._share(sequence)
         sequence.blocks += hits
-        start = before + len(hits) * self.description.block_size
+        start = before + len(hits) // self.num_groups * self.description.block_size
         count = min(most, known - start)
         fault = self._fault(sequence, start + count)
         if fault is not None:
@@ -169,12 +178,29 @@ class ModelExecutor:
         sequence.steps += 1
         return _Row(sequence, start, count, samples, start - before)
 
+    def _share(self, sequence: _Sequence) -> list[int]:
+        """Blocks of its beginning that are there already: cached, or of the sequence it is a fork of."""
+        admission = sequence.admission
+        hits, other = self.pool.hit(sequence.tokens), self._sequences.get(admission.fork_of)
+        if other is None:
+            return hits
+        prompt = admission.num_prompt_tokens
+        assert other.tokens[:prompt] == sequence.tokens[:prompt], "a fork of a sequence with another prompt"
+        places = min(prompt, len(sequence.tokens) - 1, other.launched) // self.description.block_size
+        shared = other.blocks[: places * self.num_groups]
+        if len(shared) <= len(hits) or GONE in shared:
+            return hits
+        self.pool.let_go(hits)
+        self.pool.use(shared)
+        self.forked += len(shared)
+        return shared
+
     def _fault(self, sequence: _Sequence, tokens: int) -> SequenceFault | None:
         """Takes the blocks for so many tokens, or says why not."""
         injected = self.inject.pop(sequence.admission.sampling.seed, None)
         if injected is not None:
             return injected
-        lacking = max(0, -(-tokens // self.description.block_size) - len(sequence.blocks))
+        lacking = max(0, self.num_groups * -(-tokens // self.description.block_size) - len(sequence.blocks))
         if lacking > self.pool.available:
             self.ran_out += 1
             return SequenceFault.NO_BLOCKS
@@ -195,6 +221,7 @@ class ModelExecutor:
                 row.sequence.steps -= 1
                 if not skipped:
                     self.pool.keep(row.sequence.blocks, row.sequence.tokens, row.start, row.start + row.count)
+                    self._leave_behind(row.sequence.blocks, row.start + row.count)
                 self._let_go(sequence_id, finished=finish != NONE)
         dropped, stored = self.pool.changes()
         return Result(
@@ -211,6 +238,16 @@ class ModelExecutor:
             dropped=dropped,
             stored=stored,
         )
+
+    def _leave_behind(self, blocks: list[int], computed: int) -> None:
+        """Lets go of what no token from position `computed` on sees, written block by block and position by position."""
+        size = self.description.block_size
+        for number, group in enumerate(self.description.block_groups):
+            for place in range(len(blocks) // self.num_groups) if group.sliding_window else ():
+                index, last = place * self.num_groups + number, (place + 1) * size - 1
+                if place * size >= group.sinks and last <= computed - group.sliding_window and blocks[index] != GONE:
+                    self.pool.let_go([blocks[index]])
+                    blocks[index] = GONE
 
     def _report(self) -> Blocks:
         """The blocks as they stand after this plan, whatever the next has taken already: the most hopeful report allowed."""

@@ -13,6 +13,10 @@ from tokenmill_scheduler.core.records import Blocks, ExecutorDescription
 Key = tuple[int, ...]
 
 
+# In a sequence's blocks: one that its window has left behind.
+GONE = -1
+
+
 class Pool:
     def __init__(self, description: ExecutorDescription) -> None:
         self.size = description.block_size
@@ -41,6 +45,12 @@ class Pool:
             self.users[block] += 1
         return blocks
 
+    def use(self, blocks: Sequence[int]) -> None:
+        """Blocks that somebody uses get another user."""
+        for block in blocks:
+            assert self.users[block] > 0
+            self.users[block] += 1
+
     def take(self, count: int) -> list[int]:
         blocks = [self.free.pop() if self.free else self._evict() for _ in range(count)]
         for block in blocks:
@@ -53,7 +63,7 @@ class Pool:
         return block
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):
+        for block in reversed([block for block in blocks if block != GONE]):
             self.users[block] -= 1
             if self.users[block] == 0:
                 (self.idle if block in self.keys else self.free).append(block)
@@ -79,7 +89,7 @@ class Pool:
 
     def blocks(self, tables: Sequence[Sequence[int]]) -> Blocks:
         users = [0] * len(self.users)
-        for table in tables:
+        for table in [[block for block in table if block != GONE] for table in tables]:
             assert len(set(table)) == len(table)
             for block in table:
                 users[block] += 1

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.records import SequenceFault
 from tokenmill_scheduler.core.request import TERMINAL, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -33,10 +34,10 @@ class Simulation:
             max_num_seqs=rng.choice([1, 3, 8]),
             max_num_batched_tokens=rng.choice([8, 32, 128]),
             batching=rng.choice(["continuous", "continuous", "static"]),
-            policy=rng.choice(["fcfs", "priority", "lpm"]),
+            policy=rng.choice(POLICIES),
             watermark=rng.choice([0.0, 0.01, 0.1]),
             max_overtakes=rng.choice([0, 2, 8]),
-            max_hit_overtakes=rng.choice([0, 4, 32]),
+            ageing_turn=rng.choice([0, 4, 32]),
         )
         depth = rng.choice([1, 2, 3])
         caching = rng.random() < 0.7

@@ -10,7 +10,10 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core import invariants, quarantine
+from tokenmill_scheduler.core.choices import choice_ids, further_choices
 from tokenmill_scheduler.core.records import (
+    FULL_ATTENTION,
+    BlockGroup,
     Cancelled,
     Effect,
     Event,
@@ -22,6 +25,7 @@ from tokenmill_scheduler.core.records import (
     Plan,
     PlanDue,
     PlanIssued,
+    PolicyChanged,
     QueuePaused,
     QueueResumed,
     Result,
@@ -53,7 +57,10 @@ def description(
     max_num_batched_tokens: int = 512,
     pipeline_depth: int = 2,
     caching: bool = False,
+    groups: tuple[BlockGroup, ...] = FULL_ATTENTION,
 ) -> ExecutorDescription:
+    """One with windows caches no prefixes."""
+    caching = caching and groups == FULL_ATTENTION
     return ExecutorDescription(
         name,
         model,
@@ -65,6 +72,7 @@ def description(
         pipeline_depth,
         caches_prefixes=caching,
         cache_version="tiny 1" if caching else None,
+        block_groups=groups,
     )
 
 
@@ -82,11 +90,6 @@ class Record:
     @property
     def ended(self) -> Transitioned | None:
         return self.transitions[-1] if self.state in TERMINAL else None
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Less runs sooner under policy `priority`."""
-        return self.request.lane, -self.request.priority
 
     @property
     def path(self) -> str:
@@ -108,6 +111,8 @@ class World:
         self.effects: list[Effect] = []
         self.paused = False
         self.drained: list[str] = []
+        # Tenants that may wait for their quotas while others overtake them.
+        self.limited: set[str] = set()
         # How often a request has killed an executor.
         self.kills: dict[str, int] = {}
         for executor in executors:
@@ -124,6 +129,7 @@ class World:
             self._record(effect)
         if len(self.executors) == 1:
             self._check_fairness(effects)
+        self._check_groups(effects)
         invariants.check(self.core)
         return effects
 
@@ -139,6 +145,8 @@ class World:
         sampling: Sampling | None = None,
         lane: Lane = Lane.STANDARD,
         queue_deadline_s: float | None = None,
+        n: int = 1,
+        tenant: str = "default",
     ) -> str:
         request = Request(
             f"r{seed}",
@@ -148,11 +156,16 @@ class World:
             self.now_s,
             priority,
             deadline_s,
+            tenant,
             lane=lane,
             queue_deadline_s=queue_deadline_s,
+            n=n,
+            best_of=n,
         )
-        self.records[request.request_id] = Record(request, number=len(self.records))
-        self.handle(Submitted(request))
+        choices = further_choices(request)
+        for choice in (request, *choices):
+            self.records[choice.request_id] = Record(choice, number=len(self.records))
+        self.handle(Submitted(request, choices=choices))
         return request.request_id
 
     @staticmethod
@@ -174,6 +187,13 @@ class World:
     def pause(self) -> None:
         self.paused = True
         self.handle(QueuePaused("by ann: a test"))
+
+    def change_policy(self, event: PolicyChanged) -> None:
+        """Whatever overtakes there were under the policy of before do not count."""
+        self.config = replace(self.config, policy=event.policy, fair_share=event.fair_share, lane_shares=event.lane_shares)
+        for record in self.records.values():
+            record.overtaken = 0
+        self.handle(event)
 
     def resume(self) -> None:
         self.paused = False
@@ -218,7 +238,7 @@ class World:
         return result
 
     def _count_kill(self, death: Died) -> None:
-        request_id = f"r{death.args[0]}"
+        request_id = next(i for i, record in self.records.items() if record.request.sampling.seed == death.args[0])
         self.kills[request_id] = self.kills.get(request_id, 0) + 1
 
     def deliver(self, executor: str = "x", text_stops: dict[int, TextStop] | None = None) -> list[Effect]:
@@ -254,7 +274,11 @@ class World:
             self.handle(ExecutorDrained(name, "by ann: a test"))
         for record in [r for r in self.records.values() if r.state not in TERMINAL]:
             record.overtaken = 0
-            self.handle(Submitted(record.request, tuple(record.output), record.state))
+            waiting = record.state is State.WAITING
+            gang = [r.request for r in self.group(record) if r.state is State.WAITING] if waiting else [record.request]
+            # Choices that have not run are admitted together: the first of them brings the others.
+            if gang[0] is record.request:
+                self.handle(Submitted(gang[0], tuple(record.output), record.state, tuple(gang[1:])))
         self.last_results.clear()
         for name in self.executors:
             self.arriving[name].clear()
@@ -323,6 +347,11 @@ class World:
         """Whether it runs a request that may have killed an executor."""
         return quarantine.on_trial(self.core._roster.executors[executor])
 
+    def group(self, record: Record) -> list[Record]:
+        """All choices of a request, in order."""
+        first = record.request.parent or record.request.request_id
+        return [self.records[choice_id] for choice_id in choice_ids(self.records[first].request)]
+
     def _joined(self, name: str) -> bool:
         return any(view.name == name and view.joined for view in self.core.executors())
 
@@ -348,6 +377,13 @@ class World:
         if effect.deadline_s is not None:
             record.request = replace(record.request, deadline_s=effect.deadline_s)
 
+    def _check_groups(self, effects: list[Effect]) -> None:
+        """Where one choice of a request has been admitted, none that has not ended still waits for its first admission."""
+        for effect in effects:
+            if isinstance(effect, Transitioned) and effect.before is State.WAITING and effect.after is State.PREFILL:
+                group = self.group(self.records[effect.request_id])
+                assert all(record.state is not State.WAITING for record in group), "a part of a group was admitted"
+
     def _check_fairness(self, effects: list[Effect]) -> None:
         """Who is admitted for the first time passes no preempted equal, and no waiting one more often than allowed."""
         admitted = [
@@ -355,19 +391,38 @@ class World:
             for effect in effects
             if isinstance(effect, Transitioned) and (effect.before, effect.after) == (State.WAITING, State.PREFILL)
         ]
+        # Choices that are admitted together overtake once, in the place of the first of them.
+        admitted = list({record.request.parent or record.request.request_id: record for record in reversed(admitted)}.values())
         assert not (admitted and (self.paused or list(self.executors) == self.drained)), "admitted though nobody may be"
-        by_priority = self.config.policy == "priority"
         for new in admitted:
             for old in self.records.values():
-                if old.state not in QUEUED or (by_priority and old.rank > new.rank):
-                    continue
-                assert old.state is not State.PREEMPTED, f"{new.request.request_id} ran before a preempted one"
-                if by_priority and old.rank < new.rank:
-                    raise AssertionError(f"{new.request.request_id} ran before one of higher priority")
-                old.overtaken += old.number < new.number
-                by_hit = self.config.policy == "lpm"
-                most = max(self.config.max_overtakes, by_hit * self.config.max_hit_overtakes)
-                assert by_priority or old.overtaken <= most, f"{old.request.request_id} starves"
+                if self._has_entry(old) and self._share_a_line(old.request, new.request):
+                    self._check_passed(old, new)
+
+    def _has_entry(self, record: Record) -> bool:
+        """Whether it stands in the queue, for itself or for the choices that wait with it."""
+        if record.state is not State.WAITING:
+            return record.state in QUEUED
+        return record is next(choice for choice in self.group(record) if choice.state is State.WAITING)
+
+    def _share_a_line(self, one: Request, other: Request) -> bool:
+        if one.tenant in self.limited:
+            return False
+        return one.lane == other.lane and (not self.config.fair_share or one.tenant == other.tenant)
+
+    def _check_passed(self, old: Record, new: Record) -> None:
+        policy, name = self.core.ordering.policy, new.request.request_id
+        ahead = new.request.priority - old.request.priority if policy.name == "priority" else 0
+        assert ahead >= 0 or self._may_age(new), f"{name} ran before one of higher priority"
+        if policy.name in ("fcfs", "lpm", "priority"):
+            assert ahead or old.state is not State.PREEMPTED, f"{name} ran before a preempted equal"
+        if policy.name == "fcfs":
+            old.overtaken += old.number < new.number
+            assert old.overtaken <= self.config.max_overtakes, f"{old.request.request_id} starves"
+
+    def _may_age(self, record: Record) -> bool:
+        waited_s = self.now_s - record.request.arrival_s
+        return self.config.ageing_turn > 0 and waited_s >= self.config.max_priority_wait_s
 
     def _record_transition(self, effect: Transitioned) -> None:
         record = self.records[effect.request_id]

@@ -6,6 +6,7 @@ Must not know: the queues' order, why a request leaves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tokenmill_scheduler.core.alarms import Alarms
 from tokenmill_scheduler.core.drain import Drain
@@ -18,6 +19,14 @@ def most_tokens(request: Request) -> int:
     return len(request.prompt) + request.sampling.max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Most requests, and most tokens of theirs (see `most_tokens`; None: no limit), that may wait."""
+
+    max_len: int = 10_000
+    max_tokens: int | None = None
+
+
 class Backlog:
     """A request comes when it is queued and leaves when it is queued no more, of all models together."""
 
@@ -27,12 +36,13 @@ class Backlog:
         # Of those that have never run, by tenant: one that was preempted has had its first token, or is about to have it again.
         self._arrivals: dict[Lane, dict[str, Alarms]] = {lane: {} for lane in Lane}
 
-    def came(self, live: LiveRequest) -> None:
+    def came(self, live: LiveRequest, now_s: float) -> None:
         request = live.request
         self._tokens[request.lane] += most_tokens(request)
         if live.state is State.WAITING:
             arrivals = self._arrivals[request.lane].setdefault(request.tenant, Alarms())
-            arrivals.set(request.request_id, request.arrival_s, live.ordinal)
+            # Not since its arrival, which may have been long before this scheduler took it over.
+            arrivals.set(request.request_id, now_s, live.ordinal)
 
     def left(self, live: LiveRequest, now_s: float) -> None:
         """Before its state changes."""
@@ -50,8 +60,12 @@ class Backlog:
         """Of all queued requests of these lanes, prompts and the output they may make."""
         return sum(self._tokens[lane] for lane in lanes)
 
+    def num_waiting(self, tenant: str) -> int:
+        """Requests of a tenant that have never run."""
+        return sum(len(arrivals[tenant]) for arrivals in self._arrivals.values() if tenant in arrivals)
+
     def longest_wait_s(self, lane: Lane, now_s: float, counts: Callable[[str], bool]) -> float | None:
-        """How long the oldest request that has never run has waited, of tenants that count; None without one."""
+        """How long the first request that has never run has been here, of tenants that count; None without one."""
         oldest_s = min(
             (
                 earliest[0]

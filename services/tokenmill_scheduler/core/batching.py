@@ -56,13 +56,14 @@ class Static:
 
     def open_slots(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> int:
         executor.batch_room = min(executor.batch_room, len(queue))
-        if _between_batches(executor) and self._starts(executor, queue, now_s):
+        # Also when a batch has room left over: those it could not take in, as too many choices at once, have to begin another.
+        if not executor.running and self._starts(executor, queue, now_s):
             executor.batch_room = min(len(queue), executor.max_num_seqs)
         return min(executor.batch_room, executor.max_num_seqs - executor.slots_taken)
 
     def wakeup_s(self, executor: ExecutorState, queue: WaitingQueue) -> float | None:
         oldest_s = queue.oldest_arrival_s
-        if oldest_s is None or not _between_batches(executor):
+        if oldest_s is None or executor.running:
             return None
         return oldest_s + self._max_waiting_time_s
 
@@ -76,10 +77,6 @@ class Static:
         if oldest_s is None:
             return False
         return len(queue) >= executor.max_num_seqs or now_s >= oldest_s + self._max_waiting_time_s
-
-
-def _between_batches(executor: ExecutorState) -> bool:
-    return not executor.running and executor.batch_room == 0
 
 
 def batching_named(name: str, max_waiting_time_s: float) -> Batching:

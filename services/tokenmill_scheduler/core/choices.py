@@ -1,4 +1,4 @@
-"""A request for several choices (`n`, `best_of`) is a group of requests: the first has the client's id, the others ids made from it.
+"""A request for several choices (`n`, `best_of`) is a group of requests: the first has the client's id, the others have made ones.
 
 Each choice is a request of its own, with its own state, tokens and stream; they have the prompt and all parameters in common but
 the seed. Pure. Must not know: executors, plans, the ledger.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tokenmill_scheduler.core.forecast import Forecast
 from tokenmill_scheduler.core.mirror import Mirror
 from tokenmill_scheduler.core.records import Blocks, ExecutorDescription, Plan
+from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.sequence import Sequence
 
 
@@ -48,8 +49,14 @@ class ExecutorState:
 
     def __post_init__(self) -> None:
         description = self.description
-        self.forecast = Forecast(description.block_size, self.blocks.available)
+        self.forecast = self._forecast(self.blocks.available)
         self.mirror = Mirror(description.cache_version, description.block_size, description.num_blocks)
+
+    def _forecast(self, available: int) -> Forecast:
+        description = self.description
+        return Forecast(
+            description.block_size, available, description.block_groups, description.pipeline_depth, self.max_num_batched_tokens
+        )
 
     @property
     def name(self) -> str:
@@ -64,6 +71,14 @@ class ExecutorState:
         """A sequence that the plans out bring to its end takes part in no further step: its slot is free already (C36)."""
         return sum(not sequence.exhausted for sequence in self.running.values())
 
+    def slots_by_lane(self) -> dict[Lane, int]:
+        """Of the slots taken, those of each lane."""
+        taken = dict.fromkeys(Lane, 0)
+        for sequence in self.running.values():
+            if sequence.live is not None and not sequence.exhausted:
+                taken[sequence.live.request.lane] += 1
+        return taken
+
     @property
     def blocks_returning(self) -> int:
         """Blocks that results of plans already decided on will bring back: of sequences leaving, or certain to end."""
@@ -72,7 +87,11 @@ class ExecutorState:
 
     def can_hold(self, known: int) -> bool:
         """Whether `known` tokens can be computed, and one more be sampled, when nothing else is there."""
-        return known < self.description.max_model_len and self.forecast.blocks(known) <= self.description.num_blocks
+        return known < self.description.max_model_len and self.forecast.least(known) <= self.description.num_blocks
+
+    def most_blocks(self, limit: int) -> int:
+        """Blocks that a sequence of at most `limit` tokens can come to: its last token is never computed."""
+        return min(self.forecast.blocks(limit - 1), self.description.num_blocks)
 
     def sequence(self, sequence_id: int) -> Sequence | None:
         return self.running.get(sequence_id) or self.leaving.get(sequence_id)
@@ -91,18 +110,24 @@ class ExecutorState:
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.sequence_id]
         self.leaving[sequence.sequence_id] = sequence
-        # One that has not answered yet may be far ahead of its bookings, by a cached prefix: what was booked for it covers that.
-        if sequence.computed or not self.description.caches_prefixes:
+        # One that has not answered yet may be far ahead of its bookings, by a shared prefix: what was booked for it covers that.
+        if sequence.computed or not (sequence.may_skip and sequence.plans_out):
             self.forecast.trim(sequence)
 
-    def settle_leaving(self, released: tuple[int, ...]) -> None:
-        """After a result: forgets sequences whose blocks are back, and unbinds preempted ones that can bring no more tokens."""
+    def settle_leaving(self, released: tuple[int, ...]) -> list[int]:
+        """After a result: forgets sequences whose blocks are back, and unbinds preempted ones that can bring no more tokens.
+
+        Returns those forgotten.
+        """
+        forgotten = list(released)
         for sequence_id in released:
             self.forecast.forget(self.leaving.pop(sequence_id))
         for sequence in [s for s in self.leaving.values() if s.plans_out == 0]:
             unbind(sequence)
             if sequence.finished:
                 self.forecast.forget(self.leaving.pop(sequence.sequence_id))
+                forgotten.append(sequence.sequence_id)
+        return forgotten
 
     def lose(self) -> list[Sequence]:
         """The executor is gone, with all bookings; returns every sequence it had, in order of admission."""
@@ -114,7 +139,7 @@ class ExecutorState:
         self.batch_room = 0
         self.probation = None
         self.blocks = Blocks(0, 0, 0)
-        self.forecast = Forecast(self.description.block_size, 0)
+        self.forecast = self._forecast(0)
         self.mirror.clear()
         return sequences
 

@@ -6,6 +6,7 @@ Each function checks one thing that the design promises; `check` is all of them.
 from __future__ import annotations
 
 from tokenmill_scheduler.core.executor import ExecutorState
+from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, State
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.scheduler import Scheduler
@@ -31,7 +32,10 @@ def check_requests(roster: Roster) -> None:
         assert live.request_id == request_id
         assert live.state not in TERMINAL, f"{request_id} has ended and is still here"
         assert len(live.output) <= live.request.sampling.max_tokens, f"{request_id} has more tokens than it may"
-        queued = live in roster.queue(live.request.model)
+        queued = live.entry in roster.queue(live.request.model)
+        if live.gang is not None:
+            assert live in live.gang
+            assert all(choice.gang is live.gang and choice.state is State.WAITING for choice in live.gang), "a gang broke up"
         assert queued == (live.state in QUEUED), f"{request_id} is {live.state} and the queue disagrees"
         if live.state in RUNNING:
             assert live.sequence is not None, f"{request_id} runs nowhere"
@@ -44,10 +48,20 @@ def check_requests(roster: Roster) -> None:
 
 def check_queues(roster: Roster) -> None:
     for model, queue in roster.queues.items():
-        ranks = [roster.policy.rank(live) for live in queue]
-        assert ranks == sorted(ranks), f"the queue of {model} is out of order"
+        check_lines(queue)
         assert all(roster.requests.get(live.request_id) is live for live in queue), f"the queue of {model} has a stranger"
     assert sum(map(len, roster.queues.values())) == sum(live.state in QUEUED for live in roster.requests.values())
+
+
+def check_lines(queue: WaitingQueue) -> None:
+    """Each line is in order, none is empty, and the tenants that wait are those that have a line."""
+    for lane in queue.lanes.values():
+        for line in lane.lines.values():
+            line.check()
+            assert line, "an empty line is kept"
+        assert sorted(name for _, name in lane.share.order()) == sorted(lane.lines)
+        assert lane.share.order() == sorted(lane.share.order())
+    assert queue.num_resuming == sum(live.state is State.PREEMPTED for live in queue)
 
 
 def check_sequences(executor: ExecutorState, roster: Roster) -> None:
@@ -120,8 +134,8 @@ def check_forecast(executor: ExecutorState) -> None:
     sequences: list[Sequence] = [*executor.running.values(), *executor.leaving.values()]
     assert forecast.promised == sum(sequence.reserved - sequence.held for sequence in sequences)
     for sequence in sequences:
-        assert sequence.held == forecast.blocks(sequence.computed)
-        assert sequence.reserved >= max(sequence.held, forecast.blocks(sequence.planned_computed))
+        assert sequence.held == forecast.held(sequence)
+        assert sequence.reserved >= max(sequence.held, forecast.most_held(sequence))
     if not executor.joined:
         assert not sequences
         assert not executor.plans_out

@@ -1,56 +1,197 @@
-"""In what order one plan looks at the waiting requests: that of the queue, or the longest predicted prefix hit first.
+"""In what order one plan looks at the waiting requests; it is told who was admitted, and counts that on copies of its own.
+
+    lane     one of which nothing runs and that was passed over too often, then those below their guarantee, then as they are
+    tenant   where tenants share fairly: whoever's account is the lowest, with all that this plan has admitted charged to it
+    request  the oldest when it is its turn (see `ordering.py`), else the policy's order, or the longest predicted prefix hit
 
 Longest prefix match is SGLang's (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024).
-Here it looks at the first WINDOW of the queue only, so that a step's cost is bounded, and nobody is overtaken more often than
-allowed, so that a request that is like no other runs too. Must not know: executors, blocks, budgets.
+Here it looks at WINDOW requests of a plan only, so that a step's cost is bounded. Must not know: executors, blocks, budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from heapq import heappop, heappush, heapreplace
 
+from tokenmill_scheduler.core.lanes import guaranteed_slots
+from tokenmill_scheduler.core.line import Line
 from tokenmill_scheduler.core.live import LiveRequest
-from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.ordering import Ordering
+from tokenmill_scheduler.core.queue import LaneQueue, WaitingQueue
+from tokenmill_scheduler.core.request import Lane, State
 
 WINDOW = 128
 
+Hit = Callable[[LiveRequest], int]
+
 
 class Lineup:
-    """Iterates over `waiting`, soonest first. With `hit`, longest hits come first, behind preempted requests and such as have been
-    overtaken `most_overtaken` times."""
+    """Iterates over `queue`, soonest first. `running` has each lane's slots taken, of `slots`; `hit` predicts prefix hits.
 
-    def __init__(self, waiting: Iterable[LiveRequest], hit: Callable[[LiveRequest], int] | None, most_overtaken: int) -> None:
-        queued = iter(waiting)
-        window = list(islice(queued, WINDOW if hit is not None else 0))
-        self._rest = list(queued)
-        self._most_overtaken = most_overtaken
-        # Place in the queue and predicted hit; dictionaries for look-up only.
-        self._places = {live: place for place, live in enumerate(window)}
-        self._hits = {live: hit(live) for live in window} if hit is not None else {}
-        # Soonest last, to be popped.
-        self._ahead = window
-        self._sort()
+    With `resumed_only` none but preempted requests take part. The queue may lose what was given out meanwhile, and nothing else.
+    """
+
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        running: Mapping[Lane, int],
+        slots: int,
+        now_s: float,
+        hit: Hit | None = None,
+        resumed_only: bool = False,
+    ) -> None:
+        guaranteed = guaranteed_slots(queue.ordering.lane_shares, slots)
+        looks = _Looks(hit if queue.ordering.policy.prefers_hits else None, now_s, resumed_only)
+        self._lanes = [
+            _Lane(lane, queue.lanes[lane], running[lane], guaranteed[lane], looks) for lane in Lane if queue.lanes[lane].lines
+        ]
+        self._looks = looks
+        self._last: _Lane | None = None
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        while self._ahead:
-            yield self._ahead.pop()
-        yield from self._rest
+        while self._lanes:
+            if self._last is not None:
+                # It was not admitted: the guarantee is for who can run.
+                self._last.waives = True
+            lane = self._last = min(self._lanes, key=_Lane.place)
+            live = lane.next()
+            if live is None:
+                self._lanes.remove(lane)
+                self._last = None
+            else:
+                yield live
 
     def admitted(self, live: LiveRequest) -> None:
-        """Counts an admission for each one that was before it in the queue and has not been looked at."""
-        place = self._places.get(live, 0)
-        aged = False
-        for earlier in self._ahead:
-            if self._places[earlier] < place:
-                earlier.overtaken += 1
-                aged = aged or earlier.overtaken == self._most_overtaken
-        if aged:
-            self._sort()
+        """The one given out last."""
+        assert self._last is not None
+        for lane in self._lanes:
+            lane.passed_over += 1
+        self._last.admitted(live)
+        self._last = None
 
-    def _sort(self) -> None:
-        self._ahead.sort(key=self._turn, reverse=True)
+    def skip_lane(self, lane: Lane) -> None:
+        """Nobody of it any more."""
+        self._lanes = [other for other in self._lanes if other.lane is not lane]
+        self._last = None
 
-    def _turn(self, live: LiveRequest) -> tuple[bool, int, int]:
-        by_hit = live.state is not State.PREEMPTED and live.overtaken < self._most_overtaken
-        return (by_hit, -self._hits[live] if by_hit else 0, self._places[live])
+    def skip_tenant(self, tenant: str) -> None:
+        """Nobody of it any more. What else waits in its line is looked at, but not given out."""
+        self._looks.skipped[tenant] = None
+
+
+class _Looks:
+    """What all lines of a plan have in common. `left` is how many hits may still be predicted; `skipped` is for look-up only."""
+
+    def __init__(self, hit: Hit | None, now_s: float, resumed_only: bool) -> None:
+        self.hit = hit
+        self.now_s = now_s
+        self.left = WINDOW
+        self.resumed_only = resumed_only
+        self.skipped: dict[str, None] = {}
+
+    def takes(self, live: LiveRequest) -> bool:
+        return live.request.tenant not in self.skipped and (not self.resumed_only or live.state is State.PREEMPTED)
+
+
+class _Lane:
+    def __init__(self, lane: Lane, queue: LaneQueue, running: int, guaranteed: int, looks: _Looks) -> None:
+        self.lane = lane
+        self.passed_over = queue.passed_over
+        self.waives = False
+        self._queue = queue
+        self._ordering = queue.ordering
+        self._running = running
+        self._guaranteed = guaranteed
+        self._looks = looks
+        # Lines not looked at yet, soonest first, and those that were, as a heap of accounts.
+        self._order = queue.share.order()
+        self._next_in_order = 0
+        self._open: list[tuple[float, str]] = []
+        self._lines: dict[str, _Line] = {}
+
+    def place(self) -> tuple[int, Lane]:
+        """The least comes first."""
+        if self.waives:
+            return 2, self.lane
+        if self._running == 0 and 0 < self._ordering.ageing_turn <= self.passed_over:
+            return 0, self.lane
+        return (1 if self._running < self._guaranteed else 2), self.lane
+
+    def next(self) -> LiveRequest | None:
+        """The next request of the line whose account is the lowest; None: no line has one."""
+        while name := self._lowest():
+            line = self._lines.get(name[1])
+            if line is None:
+                line = self._lines[name[1]] = _Line(self._queue.lines[name[1]], self._ordering, self._looks)
+            live = None if self._ordering.fair_share and name[1] in self._looks.skipped else line.next()
+            if live is not None:
+                return live
+            heappop(self._open)
+        return None
+
+    def admitted(self, live: LiveRequest) -> None:
+        self._running += live.gang_size
+        self.passed_over = 0
+        self.waives = False
+        account, name = self._open[0]
+        self._lines[name].admitted()
+        if self._ordering.fair_share:
+            heapreplace(self._open, (self._queue.share.after(account, name, self._ordering.cost(live)), name))
+
+    def _lowest(self) -> tuple[float, str] | None:
+        order = self._order
+        while self._next_in_order < len(order) and (not self._open or order[self._next_in_order] < self._open[0]):
+            heappush(self._open, order[self._next_in_order])
+            self._next_in_order += 1
+        return self._open[0] if self._open else None
+
+
+class _Line:
+    """What is left of one line."""
+
+    def __init__(self, line: Line, ordering: Ordering, looks: _Looks) -> None:
+        self._line = line
+        self._ordering = ordering
+        self._looks = looks
+        self._turn = line.turn
+        self._waiting = self._sort(line.copy())
+        self._next_index = 0
+        # Those that went before their turn in `waiting`; for look-up only.
+        self._went_for_age: dict[LiveRequest, None] = {}
+        self._last_is_oldest = False
+
+    def next(self) -> LiveRequest | None:
+        while self._next_index < len(self._waiting):
+            first = self._waiting[self._next_index]
+            if first in self._went_for_age or not self._looks.takes(first):
+                self._next_index += 1
+                continue
+            oldest = self._line.oldest if self._ordering.policy.overtakes else None
+            self._last_is_oldest = first is oldest
+            if oldest is not None and self._goes_before(first, oldest):
+                self._last_is_oldest = True
+                self._went_for_age[oldest] = None
+                return oldest
+            self._next_index += 1
+            return first
+        return None
+
+    def admitted(self) -> None:
+        """The one given out last."""
+        self._turn = 0 if self._last_is_oldest else self._turn + 1
+
+    def _goes_before(self, first: LiveRequest, oldest: LiveRequest) -> bool:
+        """For its age; not before a preempted one, which has waited its turn once."""
+        if first is oldest or first.state is State.PREEMPTED or oldest in self._went_for_age or not self._looks.takes(oldest):
+            return False
+        return self._ordering.ages(oldest, self._turn, self._looks.now_s)
+
+    def _sort(self, waiting: list[LiveRequest]) -> list[LiveRequest]:
+        """By longest hit, those in the window; preempted ones stay first."""
+        hit, count = self._looks.hit, min(self._looks.left, len(waiting))
+        if hit is None or count == 0:
+            return waiting
+        self._looks.left -= count
+        hits = {live: 0 if live.state is State.PREEMPTED else hit(live) for live in waiting[:count]}
+        window = sorted(hits, key=lambda live: (live.state is not State.PREEMPTED, -hits[live]))
+        return window + waiting[count:]

@@ -32,11 +32,16 @@ class Ending:
 class LiveRequest:
     """`ordinal` counts submissions and settles every tie. `overtaken` counts admissions of later ones since it last queued.
 
+    `computed_before` is how many of its tokens sequences that were preempted had computed, at the most.
+
     `sequence` is the one whose results still bring tokens: of a running request its current sequence, of a preempted one the
     released sequence until the results of all plans that advanced it are in, else None.
     `hashes` are those of its blocks, by cache version and block size (see `mirror.py`).
     `suspect_until` is above 0 while it is suspected of having killed an executor: it is cleared once it has computed so many tokens
     (see `quarantine.py`). `lost_with` names the executors lost with it while it was under suspicion, each with its epoch.
+    `gang` has, while they wait, the choices of one request that are to be admitted together, itself among them: the first of them
+    stands in the queue for all. `cached_tokens` is to be told with its next move.
+    `aged`: it was admitted for its age. `paid` tokens, prompt and output, were charged to its tenant's account (see `ordering.py`).
     """
 
     request: Request
@@ -45,13 +50,28 @@ class LiveRequest:
     output: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
     overtaken: int = 0
+    computed_before: int = 0
     suspect_until: int = 0
     lost_with: list[tuple[str, int]] = field(default_factory=list)
     hashes: dict[tuple[str, int], BlockHashes] = field(default_factory=dict)
+    gang: list[LiveRequest] | None = None
+    cached_tokens: int | None = None
+    aged: bool = False
+    paid: int = 0
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def entry(self) -> LiveRequest:
+        """The one that stands in the queue for it, while it waits."""
+        return self.gang[0] if self.gang else self
+
+    @property
+    def gang_size(self) -> int:
+        """How many sequences are admitted when it is."""
+        return len(self.gang) if self.gang else 1
 
     @property
     def known(self) -> int:
@@ -85,7 +105,7 @@ class LiveRequest:
         """Raises IllegalTransition, and changes nothing, when the table does not have this move."""
         check_transition(self.state, after)
         before, self.state = self.state, after
-        return Transitioned(self.request_id, before, after, now_s, reason, executor)
+        return Transitioned(self.request_id, before, after, now_s, reason, executor, cached_tokens=self._take_cached())
 
     def end(self, ending: Ending, now_s: float, executor: str = "") -> Transitioned:
         """As `move`, to a terminal state."""
@@ -101,4 +121,9 @@ class LiveRequest:
             ending.finish_reason,
             ending.error,
             ending.error_code,
+            self._take_cached(),
         )
+
+    def _take_cached(self) -> int | None:
+        cached, self.cached_tokens = self.cached_tokens, None
+        return cached

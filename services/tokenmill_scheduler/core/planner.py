@@ -1,9 +1,9 @@
 """Makes one plan for one executor. The main loop of continuous batching is `Planner.plan`.
 
     relieve    a decode needs a block and none is to be had → one victim is preempted
-    displace   a waiting request outranks a running one and lacks its slot or its blocks → that one is preempted
+    displace   a waiting request outranks a running one and lacks its slot or its blocks → that one is preempted (`displacement.py`)
     advance    running sequences: every decode, then prefills in order of admission
-    admit      from the queue, in the policy's order, while tokens, slots and blocks last
+    admit      from the queue, in its order (`lineup.py`), while tokens, slots and blocks last
 
 Every sequence is advanced on its planned figures (see `sequence.py`), every block is counted against the forecast (`forecast.py`).
 Must not know: how results are read, deadlines, where plans are sent.
@@ -13,21 +13,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenmill_scheduler.core import quarantine
+from tokenmill_scheduler.core import forks, quarantine
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.counters import Preemption
+from tokenmill_scheduler.core.displacement import Displacement, last_in_order
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
+from tokenmill_scheduler.core.forecast import Forecast
 from tokenmill_scheduler.core.lineup import Lineup
 from tokenmill_scheduler.core.live import RESOURCE_EXHAUSTED, Ending, LiveRequest
+from tokenmill_scheduler.core.ordering import Ordering
 from tokenmill_scheduler.core.queue import WaitingQueue
+from tokenmill_scheduler.core.quotas import QuotaCheck
 from tokenmill_scheduler.core.records import Admission, Plan
-from tokenmill_scheduler.core.request import FinishReason, State
+from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.core.room import Room
-from tokenmill_scheduler.core.roster import Roster, Waiting
+from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.sequence import Sequence
+from tokenmill_scheduler.core.warden import Warden
 
 _OUT_OF_BLOCKS = "out of KV blocks"
-_DISPLACED = "displaced by a request of higher priority"
 
 
 @dataclass(slots=True)
@@ -45,33 +49,42 @@ class Draft:
         self.counts.append(count)
         sequence.plan(count)
 
+    def prefill(self, sequence: Sequence, executor: ExecutorState) -> None:
+        """As far as budget and blocks go; the executor hears of it now, if it has not."""
+        # Blocks booked for all that is known cover it, but for what windows leave behind: that has to come back first.
+        if sequence.planned_computed >= sequence.covered:
+            return
+        if sequence.admission is not None:
+            self.admissions.append(forks.introduction(sequence, executor))
+        self.advance(sequence, min(sequence.remaining, self.budget, sequence.covered - sequence.planned_computed))
+
 
 class Planner:
-    """`max_overtakes` bounds who may pass a head that does not fit, `max_hit_overtakes` who may for the sake of a prefix hit."""
+    """`max_overtakes` bounds how often others may pass a request that does not fit."""
 
-    def __init__(self, roster: Roster, batching: Batching, room: Room, max_overtakes: int, max_hit_overtakes: int) -> None:
+    def __init__(self, roster: Roster, batching: Batching, room: Room, warden: Warden, max_overtakes: int) -> None:
         self._roster = roster
-        self._policy = roster.policy
         self._batching = batching
         self._room = room
+        self._warden = warden
         self._max_overtakes = max_overtakes
-        self._most_hit_overtakes = max_hit_overtakes
+        self._displacement = Displacement(roster, batching, room)
 
     def plan(self, executor: ExecutorState, now_s: float) -> Plan | None:
         """The next plan, booked; None when there is nothing to release, admit or advance."""
         queue = self._roster.queue(executor.description.model)
         draft = Draft(executor.max_num_batched_tokens)
-        self._relieve(executor, now_s)
-        waiting = self._roster.admissible(queue)
-        if self._is_closed(executor) or (self._roster.paused and not waiting):
+        self._relieve(executor, queue, now_s)
+        if self._is_closed(executor) or (self._roster.paused and not queue.num_resuming):
             self._advance(executor, draft)
             return self._issue(executor, draft)
-        if self._policy.displaces and self._batching.displaces:
-            self._displace(executor, queue, waiting, now_s)
+        self._displacement.make_way(executor, queue, now_s)
         # Counted before the advance: a sequence that takes its last step in this plan still has its slot.
         slots = self._batching.open_slots(executor, queue, now_s)
+        lineup = self._lineup(executor, queue, now_s) if slots > 0 and len(queue) else None
         self._advance(executor, draft)
-        self._admit(executor, waiting, draft, slots, now_s)
+        if lineup is not None and draft.budget:
+            self._admit(executor, queue.ordering, lineup, draft, slots, now_s)
         return self._issue(executor, draft)
 
     def _is_closed(self, executor: ExecutorState) -> bool:
@@ -79,11 +92,11 @@ class Planner:
 
     # ---- running sequences ----
 
-    def _relieve(self, executor: ExecutorState, now_s: float) -> None:
+    def _relieve(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> None:
         """Preempts at most one sequence, and none while blocks on their way back cover what decodes lack (C17)."""
         forecast = executor.forecast
-        in_need = [s for s in executor.running.values() if _needs_block(s, forecast.block_size)]
-        shortage = len(in_need) - forecast.free
+        in_need = [s for s in executor.running.values() if _needs_block(s) and forecast.lacking(s)]
+        shortage = sum(map(forecast.lacking, in_need)) - forecast.free
         if shortage <= 0:
             return
         outgrown = [s for s in in_need if s.reserved >= executor.description.num_blocks]
@@ -91,7 +104,7 @@ class Planner:
             # It has every block there is, so it is alone.
             self._outgrow(executor, outgrown[0], now_s)
         elif shortage > executor.blocks_returning:
-            victim = self._last_in_order(executor)
+            victim = last_in_order(executor, queue)
             assert victim is not None, "those in need can be given up themselves"
             self._roster.preempt(victim, now_s, Preemption.OUT_OF_BLOCKS, _OUT_OF_BLOCKS)
 
@@ -106,113 +119,88 @@ class Planner:
         else:
             self._roster.end(live, _too_long(live), now_s)
 
-    def _last_in_order(self, executor: ExecutorState) -> Sequence | None:
-        """The running sequence that the policy would run last: lowest priority, then latest arrival, so least work is lost."""
-        candidates = [s for s in executor.running.values() if not s.exhausted]
-        return max(candidates, key=self._rank, default=None)
-
-    def _rank(self, sequence: Sequence) -> tuple[float, ...]:
-        assert sequence.live is not None
-        return self._policy.rank(sequence.live)
-
     def _advance(self, executor: ExecutorState, draft: Draft) -> None:
         """Every decode that has or gets its block, then prefills by what is left of the budget."""
-        forecast, block_size = executor.forecast, executor.forecast.block_size
-        ahead = executor.description.caches_prefixes
+        forecast = executor.forecast
         prefills: list[Sequence] = []
         for sequence in executor.running.values():
-            if sequence.planned_known >= sequence.limit or (ahead and _may_outrun(sequence, block_size)):
+            if sequence.planned_known >= sequence.limit or (sequence.may_skip and _may_outrun(sequence, forecast)):
+                continue
+            if sequence.admission is not None:
+                if not forks.waits(sequence, executor):
+                    prefills.append(sequence)
                 continue
             if sequence.remaining > 1:
                 prefills.append(sequence)
                 continue
-            if sequence.planned_computed >= sequence.reserved * block_size:
-                if forecast.free < 1:
+            if sequence.planned_computed >= sequence.covered:
+                wanted = forecast.wanted(sequence)
+                if wanted > forecast.free:
                     continue
-                forecast.reserve(sequence, 1)
+                forecast.reserve(sequence, wanted)
             draft.advance(sequence, 1)
         for sequence in prefills:
             if draft.budget == 0:
                 break
-            draft.advance(sequence, min(sequence.remaining, draft.budget))
+            draft.prefill(sequence, executor)
 
     # ---- waiting requests ----
 
-    def _displace(self, executor: ExecutorState, queue: WaitingQueue, waiting: Waiting, now_s: float) -> None:
-        """Preempts a strictly lower running sequence for each slot a waiting request lacks (C33), or one a plan for its blocks."""
-        head = next(iter(waiting), None)
-        if head is None or self._outranked(head, executor) is None:
-            return
-        slots = self._batching.open_slots(executor, queue, now_s)
-        budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.exhausted)
-        blocks = self._room.blocks_free(executor)
-        for live in waiting:
-            if not self._room.is_candidate(live, executor):
-                continue
-            if budget <= 0 or live.sequence is not None or quarantine.must_wait(live, executor):
-                return
-            need = self._room.blocks_needed(live, executor)
-            if slots <= 0 or need > blocks:
-                victim = self._outranked(live, executor)
-                if victim is None:
-                    return
-                if need > blocks:
-                    if self._blocks_can_be_had(live, need - blocks, executor):
-                        self._roster.preempt(victim, now_s, Preemption.DISPLACED, _DISPLACED)
-                    return
-                self._roster.preempt(victim, now_s, Preemption.DISPLACED, _DISPLACED)
-            else:
-                slots -= 1
-            if live.suspect_until:
-                return
-            blocks -= need
-            budget -= live.known
+    def _lineup(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> Lineup:
+        running, paused = executor.slots_by_lane(), bool(self._roster.paused)
+        lineup = Lineup(queue, running, executor.max_num_seqs, now_s, executor.mirror.hit, paused)
+        if self._warden.holds_batch(executor):
+            lineup.skip_lane(Lane.BATCH)
+        return lineup
 
-    def _outranked(self, live: LiveRequest, executor: ExecutorState) -> Sequence | None:
-        victim = self._last_in_order(executor)
-        outranked = victim is not None and victim.live is not None and self._policy.outranks(live, victim.live)
-        return victim if outranked else None
-
-    def _blocks_can_be_had(self, live: LiveRequest, lacking: int, executor: ExecutorState) -> bool:
-        """Whether preempting helps: blocks on their way back do not suffice, and with those of all outranked sequences they do."""
-        returning = executor.blocks_returning
-        outranked = (s for s in executor.running.values() if not s.exhausted and s.live and self._policy.outranks(live, s.live))
-        return returning < lacking <= returning + sum(s.reserved for s in outranked)
-
-    def _admit(self, executor: ExecutorState, waiting: Waiting, draft: Draft, slots: int, now_s: float) -> None:
-        """Admits in the policy's order. Past a head that does not fit, equals may overtake it `max_overtakes` times in all."""
+    def _admit(self, executor: ExecutorState, ordering: Ordering, lineup: Lineup, draft: Draft, slots: int, now_s: float) -> None:
+        """Admits in the queue's order. Past a head that does not fit, equals may overtake it `max_overtakes` times in all."""
         passed: list[LiveRequest] = []
-        if slots <= 0 or draft.budget == 0:
-            return
-        hit = executor.mirror.hit if self._policy.prefers_hits else None
-        lineup = Lineup(waiting, hit, self._most_hit_overtakes)
+        quotas = QuotaCheck(self._roster.quotas, now_s)
         for live in lineup:
-            if slots == 0 or draft.budget == 0 or not self._may_pass(live, passed) or quarantine.must_wait(live, executor):
+            if slots == 0 or draft.budget == 0 or not self._may_pass(live, passed, ordering):
+                break
+            if quarantine.must_wait(live, executor):
                 break
             if not self._room.can_be_held(live):
-                self._roster.end(live, _too_long(live), now_s)
+                ending = _too_long(live)
+                for choice in tuple(live.gang or (live,)):
+                    self._roster.end(choice, ending, now_s)
             elif not self._room.is_candidate(live, executor):
                 continue
-            elif live.sequence is not None or self._room.is_short(live, executor):
+            elif not quotas.admits(live.request.tenant, live.gang_size, self._room.most_blocks(live, executor)):
+                lineup.skip_tenant(live.request.tenant)
+            elif live.sequence is not None or live.gang_size > slots or self._room.is_short(live, executor):
                 passed.append(live)
             else:
-                self._admit_one(live, executor, draft, now_s)
-                slots -= 1
+                slots -= live.gang_size
+                self._admit_gang(live, executor, draft, now_s)
                 lineup.admitted(live)
                 for head in passed:
                     head.overtaken += 1
                 if live.suspect_until:
                     break
 
-    def _may_pass(self, live: LiveRequest, passed: list[LiveRequest]) -> bool:
+    def _may_pass(self, live: LiveRequest, passed: list[LiveRequest], ordering: Ordering) -> bool:
         """A preempted request is passed by nobody (C25), any other by its equals and a bounded number of times."""
         return len(passed) <= self._max_overtakes and not any(
-            head.state is State.PREEMPTED or head.overtaken >= self._max_overtakes or self._policy.outranks(head, live)
+            head.state is State.PREEMPTED or head.overtaken >= self._max_overtakes or ordering.outranks(head, live)
             for head in passed
         )
 
-    def _admit_one(self, live: LiveRequest, executor: ExecutorState, draft: Draft, now_s: float) -> None:
-        blocks, hit = self._room.blocks_needed(live, executor), executor.mirror.hit(live)
+    def _admit_gang(self, live: LiveRequest, executor: ExecutorState, draft: Draft, now_s: float) -> None:
+        """A request, or all choices that wait with it: each has its slot and its blocks from now on, and runs when it can."""
+        blocks = self._room.blocks_needed(live, executor) // live.gang_size
+        sequences = [self._admit_one(choice, blocks, executor, now_s) for choice in tuple(live.gang or (live,))]
+        for sequence in sequences if len(sequences) > 1 else ():
+            sequence.siblings = sequences
+            sequence.may_skip = True
+        for sequence in [s for s in sequences if not forks.waits(s, executor)]:
+            if draft.budget:
+                draft.prefill(sequence, executor)
+
+    def _admit_one(self, live: LiveRequest, blocks: int, executor: ExecutorState, now_s: float) -> Sequence:
+        hit = executor.mirror.hit(live)
         sequence = self._roster.admit(live, executor, now_s)
         executor.batch_room = max(0, executor.batch_room - 1)
         if live.suspect_until:
@@ -221,10 +209,8 @@ class Planner:
         executor.forecast.reserve(sequence, blocks)
         request = live.request
         token_ids = (*request.prompt, *live.output)
-        draft.admissions.append(
-            Admission(sequence.sequence_id, token_ids, len(request.prompt), request.sampling, request.cache_salt)
-        )
-        draft.advance(sequence, min(sequence.remaining, draft.budget))
+        sequence.admission = Admission(sequence.sequence_id, token_ids, len(request.prompt), request.sampling, request.cache_salt)
+        return sequence
 
     # ---- the plan ----
 
@@ -245,16 +231,18 @@ class Planner:
         return plan
 
 
-def _needs_block(sequence: Sequence, block_size: int) -> bool:
+def _needs_block(sequence: Sequence) -> bool:
     """Whether its next token lies beyond its reservation: only a decode's can."""
-    return sequence.planned_computed >= sequence.reserved * block_size and sequence.planned_known < sequence.limit
+    return sequence.planned_computed >= sequence.covered and sequence.planned_known < sequence.limit
 
 
-def _may_outrun(sequence: Sequence, block_size: int) -> bool:
+def _may_outrun(sequence: Sequence, forecast: Forecast) -> bool:
     """Whether one more plan could take it past its reservation, since its first result is out and a cached prefix may be in it."""
-    return sequence.computed == 0 and sequence.most_computed(1) > sequence.reserved * block_size
+    return sequence.computed == 0 and forecast.blocks(sequence.most_computed(1)) > sequence.reserved
 
 
 def _too_long(live: LiveRequest) -> Ending:
     error = f"{live.known} tokens, prompt and output, are more than the KV blocks or the model length of any executor allow"
+    if live.gang_size > 1:
+        error = f"{live.gang_size} choices of {live.known} tokens are more than any executor has slots or KV blocks for at once"
     return Ending(State.FAILED, FinishReason.ERROR, "too long", error, RESOURCE_EXHAUSTED)

@@ -1,10 +1,12 @@
-"""Who runs sooner: small pure strategies. Must not know: executors, blocks, plans.
+"""Who runs sooner within a lane, or within one tenant's part of it: small pure strategies, composed in `ordering.py`.
 
-One order serves both ends: admissions go from its front, victims are taken from its back.
+One order serves both ends: admissions go from its front, victims are taken from its back. Must not know: lanes, tenants, plans.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
 from typing import Protocol
 
 from tokenmill_scheduler.core.live import LiveRequest
@@ -20,6 +22,8 @@ class Policy(Protocol):
     displaces: bool
     # Whether a predicted prefix hit counts for more than the order of arrival (see `lineup.py`).
     prefers_hits: bool
+    # Whether later requests can go before an earlier one without end, so that it has to age (see `ordering.py`).
+    overtakes: bool
 
     def rank(self, live: LiveRequest) -> Rank:
         """Sorts queued and running requests, soonest first."""
@@ -34,11 +38,12 @@ def _resumes(live: LiveRequest) -> int:
 
 
 class Fcfs:
-    """First come, first served; lanes and priorities are ignored."""
+    """First come, first served."""
 
     name = "fcfs"
     displaces = False
     prefers_hits = False
+    overtakes = False
 
     def rank(self, live: LiveRequest) -> Rank:
         return (_resumes(live), live.request.arrival_s, live.ordinal)
@@ -48,18 +53,43 @@ class Fcfs:
 
 
 class Priority:
-    """By lane, then by priority, ties by arrival; a request displaces one that runs and is behind it in lane or priority."""
+    """The higher priority first, ties by arrival; a request displaces one that runs and is of lower priority."""
 
     name = "priority"
     displaces = True
     prefers_hits = False
+    overtakes = True
 
     def rank(self, live: LiveRequest) -> Rank:
-        return (live.request.lane, -live.request.priority, _resumes(live), live.request.arrival_s, live.ordinal)
+        return (-live.request.priority, _resumes(live), live.request.arrival_s, live.ordinal)
 
     def outranks(self, live: LiveRequest, other: LiveRequest) -> bool:
-        ours, theirs = live.request, other.request
-        return (ours.lane, -ours.priority) < (theirs.lane, -theirs.priority)
+        return live.request.priority > other.request.priority
+
+
+class ShortestJobFirst(Fcfs):
+    """The least predicted work first, ties by arrival. It preempts nobody: a long one that runs, runs on."""
+
+    name = "sjf"
+    overtakes = True
+
+    def __init__(self, remaining: Callable[[LiveRequest], int]) -> None:
+        """`remaining` predicts how many tokens a request will still make."""
+        self._remaining = remaining
+
+    def rank(self, live: LiveRequest) -> Rank:
+        return (self._remaining(live), _resumes(live), live.request.arrival_s, live.ordinal)
+
+
+class EarliestDeadlineFirst(Fcfs):
+    """The earliest deadline first, those without one last; ties by arrival."""
+
+    name = "edf"
+    overtakes = True
+
+    def rank(self, live: LiveRequest) -> Rank:
+        deadline_s = live.request.deadline_s
+        return (inf if deadline_s is None else deadline_s, _resumes(live), live.request.arrival_s, live.ordinal)
 
 
 class LongestPrefixMatch(Fcfs):
@@ -67,6 +97,13 @@ class LongestPrefixMatch(Fcfs):
 
     name = "lpm"
     prefers_hits = True
+    overtakes = True
 
 
-POLICIES: dict[str, type[Fcfs] | type[Priority]] = {policy.name: policy for policy in (Fcfs, Priority, LongestPrefixMatch)}
+POLICIES = (Fcfs.name, Priority.name, ShortestJobFirst.name, EarliestDeadlineFirst.name, LongestPrefixMatch.name)
+
+
+def policy_named(name: str, remaining: Callable[[LiveRequest], int]) -> Policy:
+    """`remaining` is what `sjf` goes by. Raises KeyError when there is no such policy."""
+    known: tuple[Policy, ...] = (Fcfs(), Priority(), ShortestJobFirst(remaining), EarliestDeadlineFirst(), LongestPrefixMatch())
+    return {policy.name: policy for policy in known}[name]

@@ -42,8 +42,8 @@ def _quarantined(live: LiveRequest) -> Ending:
 def _suspect(sequence: Sequence, executor: ExecutorState) -> None:
     live = sequence.live
     if live is not None:
-        ahead = executor.description.caches_prefixes
-        live.suspect_until = max(live.suspect_until, sequence.most_computed() if ahead else sequence.planned_computed)
+        most_computed = sequence.most_computed() if sequence.may_skip else sequence.planned_computed
+        live.suspect_until = max(live.suspect_until, most_computed)
         live.lost_with.append((executor.name, executor.epoch))
 
 

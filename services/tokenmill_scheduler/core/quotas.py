@@ -89,8 +89,7 @@ class Quotas:
     def ready_s(self, tenant: str, now_s: float) -> float:
         """When the tenant has tokens to use again; `now_s` if it has."""
         rate = self.of(tenant).max_tokens_per_s
-        usage = self._usage.get(tenant)
-        if rate is None or usage is None or (level := _level(usage, rate, now_s)) > 0:
+        if rate is None or (level := _level(self._usage.get(tenant) or _Usage(), rate, now_s)) > 0:
             return now_s
         # One token, so that there is something in it whatever the rounding; a rate of 0 is never ready.
         return now_s + (1 - level) / rate if rate else inf

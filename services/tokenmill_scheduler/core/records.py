@@ -128,6 +128,20 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """Layers that share blocks: a block holds `block_size` positions for those of one group.
+
+    With a `sliding_window` (0: none) they see so many positions, and the first `sinks`; blocks that fall behind come back.
+    """
+
+    sliding_window: int = 0
+    sinks: int = 0
+
+
+FULL_ATTENTION = (BlockGroup(),)
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorDescription:
     """What the core needs to know of an executor to plan for it.
 
@@ -145,6 +159,7 @@ class ExecutorDescription:
     pipeline_depth: int = 2
     caches_prefixes: bool = False
     cache_version: str | None = None
+    block_groups: tuple[BlockGroup, ...] = FULL_ATTENTION
 
 
 # ---- events --------------------------------------------------------------------------------------------------------------------
@@ -266,6 +281,22 @@ class PlanDue:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    """The order of all queues, from now on; `lane_shares` are per cent of the slots, in the order of `Lane`."""
+
+    policy: str
+    fair_share: bool
+    lane_shares: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """What each tenant's fair share is in proportion to, where it is not 1."""
+
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: deadlines are looked at."""
 
@@ -283,6 +314,8 @@ Event = (
     | QueuePaused
     | QueueResumed
     | QuotasChanged
+    | PolicyChanged
+    | WeightsChanged
     | PlanDue
     | Tick
 )

@@ -117,3 +117,8 @@ class Request:
     n: int = 1
     best_of: int = 1
     logprobs_hidden: bool = False
+
+    @property
+    def group_id(self) -> str:
+        """The id of the whole that this is a choice of: its own, unless it is a further one."""
+        return self.parent or self.request_id

@@ -37,7 +37,8 @@ def apply_result(roster: Roster, executor: ExecutorState, result: Result, text_s
         executor.mirror.apply(result.dropped, result.stored)
     _Reading(roster, executor, _in_plan_order(out, result), text_stops, now_s).read(out)
     quarantine.acquit(executor)
-    executor.settle_leaving(out.plan.release)
+    for sequence_id in executor.settle_leaving(out.plan.release):
+        roster.quotas.freed(sequence_id, now_s)
 
 
 def _answers_oldest(executor: ExecutorState, result: Result) -> bool:
@@ -94,15 +95,14 @@ class _Reading:
     def _read_columns(self, out: PlanOut) -> None:
         """The hot loop: once for each sequence of each step, so it looks at the rare cases only where one can be."""
         result, forecast = self._result, self._executor.forecast
-        block_size = forecast.block_size
         exceptions = result.faults.keys() | self._text_stops.keys() if result.faults or self._text_stops else ()
         start = 0
         columns = zip(out.sequences, _advanced(result), result.num_sampled, result.finishes, strict=True)
         for row, (sequence, advanced, num_sampled, finish) in enumerate(columns):
             sequence.settle(advanced, num_sampled)
-            if sequence.computed > sequence.held * block_size:
+            if sequence.computed >= sequence.confirm_at:
                 if sequence.held == 0:
-                    self._count_lookup(row, sequence.known - num_sampled)
+                    self._count_lookup(row, sequence, sequence.known - num_sampled)
                 forecast.confirm(sequence)
             first, start = start, start + num_sampled
             live = sequence.live
@@ -115,12 +115,17 @@ class _Reading:
                 if live.state is State.PREFILL:
                     self._changes.append(_Change(sequence, live))
 
-    def _count_lookup(self, row: int, known: int) -> None:
+    def _count_lookup(self, row: int, sequence: Sequence, known: int) -> None:
         """A sequence's first step, for which its `known` tokens were looked up."""
+        cached = self._result.num_cached[row] if self._result.num_cached else 0
+        if cached and sequence.first and sequence.live is not None:
+            sequence.live.cached_tokens = cached
+        if sequence.live is not None:
+            self._roster.counters.recomputed_tokens += max(0, sequence.live.computed_before - cached)
         if self._executor.description.caches_prefixes:
             counters = self._roster.counters
             counters.prefix_cache_queries += known
-            counters.prefix_cache_hits += self._result.num_cached[row] if self._result.num_cached else 0
+            counters.prefix_cache_hits += cached
 
     def _read_exception(self, row: int, sequence: Sequence, live: LiveRequest, first: int, num_sampled: int) -> None:
         """A sequence that ends, is at fault, or comes with log probabilities."""
@@ -146,6 +151,9 @@ class _Reading:
 
     def _tell_tokens(self) -> None:
         self._roster.counters.output_tokens += len(self._token_ids)
+        if self._roster.quotas.counts_tokens:
+            for request_id, count in zip(self._request_ids, self._counts, strict=True):
+                self._roster.quotas.spent(self._roster.requests[request_id].request.tenant, count, self._now_s)
         self._roster.effects.append(
             TokensGenerated(
                 tuple(self._request_ids),

@@ -5,40 +5,69 @@ Must not know: the plan being made, the order of the queue.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenmill_scheduler.core import quarantine
+from tokenmill_scheduler.core.admission import Admission
+from tokenmill_scheduler.core.backlog import most_tokens
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.live import LiveRequest
-from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.request import Lane, Request, State
 from tokenmill_scheduler.core.roster import Roster
+from tokenmill_scheduler.core.warden import Warden
 
 
 class Room:
     """`watermark` is the share of an executor's blocks that admissions leave to the sequences that run."""
 
-    def __init__(self, roster: Roster, batching: Batching, watermark: float) -> None:
+    def __init__(self, roster: Roster, batching: Batching, admission: Admission, warden: Warden, watermark: float) -> None:
         self._roster = roster
         self._batching = batching
+        self._admission = admission
+        self._warden = warden
         self._watermark = watermark
 
     def can_be_held(self, live: LiveRequest) -> bool:
-        """Whether any executor of its model, lost ones among them, can hold it alone."""
+        """Whether any executor of its model, lost ones among them, can hold it alone, with the choices that wait with it."""
         model = live.request.model
-        return any(e.can_hold(live.known) for e in self._roster.executors.values() if e.description.model == model)
+        return any(_can_hold(e, live) for e in self._roster.executors.values() if e.description.model == model)
+
+    def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
+        """Of a prompt of so many tokens, the most that can ever run at once; None while no executor of the model is known."""
+        executors = [e for e in self._roster.executors.values() if e.description.model == model]
+        return max((_most_choices(e, num_prompt_tokens, max_tokens) for e in executors), default=None)
 
     def is_candidate(self, live: LiveRequest, executor: ExecutorState) -> bool:
         """False for one that needs a larger executor, or is still being released by another one: it holds up nobody here."""
         here = live.sequence is None or live.sequence.executor == executor.name
-        return here and executor.can_hold(live.known)
+        return here and _can_hold(executor, live)
 
     def blocks_needed(self, live: LiveRequest, executor: ExecutorState) -> int:
-        """Blocks for all known tokens and the next one, unless that will never be computed or there are no more blocks."""
+        """Blocks to book for it, of those that there are: for all known tokens and such as the mode of admission adds.
+
+        Of all choices that are admitted together, as if they shared none.
+        """
         last_computed = live.limit(executor.description.max_model_len) - 1
-        return min(executor.forecast.blocks(min(live.known + 1, last_computed)), executor.description.num_blocks)
+        most = executor.description.num_blocks // live.gang_size
+        return live.gang_size * min(executor.forecast.blocks(self._admission.tokens(live, last_computed)), most)
+
+    def most_blocks(self, live: LiveRequest, executor: ExecutorState) -> int:
+        """Blocks that it can come to, with the choices that wait with it."""
+        return sum(executor.most_blocks(choice.limit(executor.description.max_model_len)) for choice in live.gang or (live,))
+
+    def least_blocks(self, request: Request) -> int:
+        """Blocks that a request that is not here yet can come to, with all its choices, where that is least; 0 if unknown."""
+        blocks = [
+            executor.most_blocks(min(most_tokens(request), executor.description.max_model_len))
+            for executor in self._roster.executors.values()
+            if executor.joined and executor.description.model == request.model
+        ]
+        return request.best_of * min(blocks, default=0)
 
     def blocks_free(self, executor: ExecutorState) -> int:
-        """Blocks above the watermark; on an executor where nothing runs there is nobody to keep them for."""
-        kept = int(self._watermark * executor.description.num_blocks) if executor.running else 0
+        """Blocks above the watermark; where nothing runs, or nothing grows, there is nobody to keep them for."""
+        kept = int(self._watermark * executor.description.num_blocks) if executor.running and self._admission.grows else 0
         return executor.forecast.free - kept
 
     def is_short(self, live: LiveRequest, executor: ExecutorState) -> bool:
@@ -46,6 +75,7 @@ class Room:
 
     def wait_reason(self, live: LiveRequest) -> str:
         """Why a queued request runs nowhere, in a few words."""
+        live = live.entry
         model = live.request.model
         joined = [e for e in self._roster.executors.values() if e.joined and e.description.model == model]
         if not joined:
@@ -54,16 +84,28 @@ class Room:
             return "its blocks are being released"
         if self._roster.paused and live.state is State.WAITING:
             return f"the queue is paused {self._roster.paused}"
-        able = [executor for executor in joined if executor.can_hold(live.known)]
+        able = [executor for executor in joined if _can_hold(executor, live)]
         if not able:
             return "it needs a larger executor"
         if live.suspect_until:
             return "an executor was lost while it ran: such requests are tried one at a time"
+        if over := self._over_quota(live, able):
+            return over
+        if live.request.lane is Lane.BATCH and all(self._warden.holds_batch(executor) for executor in able):
+            return f"the batch lane is held back: {self._warden.why}"
         closed = [self._closed_because(executor) for executor in able]
         if all(closed):
             return closed[0]
+        if all(executor.max_num_seqs - executor.slots_taken < live.gang_size for executor in able):
+            return f"its {live.gang_size} choices are admitted together, and there are not so many free slots"
         short = all(self.is_short(live, executor) for executor in able)
         return "not enough free KV blocks" if short else "others are before it in the queue"
+
+    def _over_quota(self, live: LiveRequest, executors: Sequence[ExecutorState]) -> str:
+        """Which quota keeps it waiting, in a few words; empty if some executor may take it."""
+        quotas, now_s = self._roster.quotas, self._roster.now_s
+        over = [quotas.over(live.request.tenant, live.gang_size, self.most_blocks(live, e), now_s) for e in executors]
+        return over[0] if all(over) else ""
 
     def _closed_because(self, executor: ExecutorState) -> str:
         """Why an executor admits nobody, in a few words; empty if it does."""
@@ -72,3 +114,17 @@ class Room:
         if quarantine.on_trial(executor):
             return "a request that may have killed an executor is tried alone"
         return self._batching.closed_because(executor)
+
+
+def _can_hold(executor: ExecutorState, live: LiveRequest) -> bool:
+    """Whether it can run when nothing else is there; with it the choices that wait with it, each in its own slot and blocks."""
+    if not executor.can_hold(live.known):
+        return False
+    return live.gang_size == 1 or live.gang_size <= _most_choices(executor, live.known, live.request.sampling.max_tokens)
+
+
+def _most_choices(executor: ExecutorState, num_tokens: int, max_tokens: int) -> int:
+    """Sequences of so many tokens, each with one more that is to be computed, that can run at once when nothing else is there."""
+    limit = min(num_tokens + max_tokens, executor.description.max_model_len)
+    each = executor.forecast.blocks(max(1, min(num_tokens + 1, limit - 1)))
+    return min(executor.max_num_seqs, executor.description.num_blocks // each)

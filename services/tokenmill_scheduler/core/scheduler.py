@@ -6,15 +6,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core import quarantine
+from tokenmill_scheduler.core.admission import admission_named
 from tokenmill_scheduler.core.batching import batching_named
 from tokenmill_scheduler.core.counters import Counters, ExecutorView
+from tokenmill_scheduler.core.drain import Drain
 from tokenmill_scheduler.core.executor import ExecutorState
+from tokenmill_scheduler.core.lanes import DEFAULT_LANE_SHARES, LaneShares
+from tokenmill_scheduler.core.lengths import OutputLengths
 from tokenmill_scheduler.core.live import Ending
+from tokenmill_scheduler.core.ordering import AGEING_TURN, MAX_PRIORITY_WAIT_S, Ordering
+from tokenmill_scheduler.core.overload import OverloadConfig, Stage
 from tokenmill_scheduler.core.planner import Planner
-from tokenmill_scheduler.core.policy import POLICIES
+from tokenmill_scheduler.core.policy import policy_named
+from tokenmill_scheduler.core.prediction import Prediction
 from tokenmill_scheduler.core.records import (
     Cancelled,
     Effect,
@@ -26,17 +34,21 @@ from tokenmill_scheduler.core.records import (
     Expired,
     PlanDue,
     PlanIssued,
+    PolicyChanged,
     QueuePaused,
     QueueResumed,
+    QuotasChanged,
     ResultArrived,
     Submitted,
     Tick,
     Updated,
+    WeightsChanged,
 )
-from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, State
+from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, Lane, Request, State
 from tokenmill_scheduler.core.results import apply_result
 from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
+from tokenmill_scheduler.core.warden import Warden
 
 _EXPIRED = Ending(State.EXPIRED, FinishReason.EXPIRED, "deadline passed")
 _EXPIRED_IN_QUEUE = Ending(State.EXPIRED, FinishReason.EXPIRED, "waited in the queue as long as its queue timeout allows")
@@ -57,26 +69,40 @@ class SchedulerConfig:
     watermark: float = 0.01
     # how often, in all, later equals may be admitted past a waiting request that does not fit
     max_overtakes: int = 8
-    # how often, in all, later requests may be admitted before a waiting one because more of their prefix is cached
-    max_hit_overtakes: int = 32
+    # every so many admissions of a line, one is of the request that arrived first; 0: never (see `ordering.py`)
+    ageing_turn: int = AGEING_TURN
     # how many executors a request may cost, tried alone after the first, before it fails; at least 2
     max_executor_losses: int = 2
+    # under `priority`, how long the order is strict before a request ages
+    max_priority_wait_s: float = MAX_PRIORITY_WAIT_S
+    # slots that each lane is guaranteed, in per cent, in the order of `Lane`
+    lane_shares: LaneShares = DEFAULT_LANE_SHARES
+    # whether the tenants of a lane share it by their weights; those not named have weight 1
+    fair_share: bool = False
+    weights: Mapping[str, float] = field(default_factory=dict)
+    # for how many of a request's tokens blocks are booked when it is admitted
+    admission: str = "optimistic"
+    overload: OverloadConfig = field(default_factory=OverloadConfig)
 
 
 class Scheduler:
-    """Owned by one loop. Raises KeyError for an unknown policy or batching mode."""
+    """Owned by one loop. Raises KeyError for an unknown policy, batching mode or mode of admission."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._batching = batching_named(config.batching, config.max_waiting_time_s)
-        self._roster = Roster(POLICIES[config.policy]())
-        self._room = Room(self._roster, self._batching, config.watermark)
-        self._planner = Planner(self._roster, self._batching, self._room, config.max_overtakes, config.max_hit_overtakes)
+        prediction = Prediction(OutputLengths())
+        self._roster = Roster(_ordering(config, prediction), prediction)
+        self._warden = Warden(self._roster, config.overload)
+        admission = admission_named(config.admission, prediction.lengths)
+        self._room = Room(self._roster, self._batching, admission, self._warden, config.watermark)
+        self._planner = Planner(self._roster, self._batching, self._room, self._warden, config.max_overtakes)
 
     # ---- events ----
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Applies one event at time `now_s` (Unix seconds, never going back); the effects are in the order to be carried out."""
+        self._roster.now_s = now_s
         match event:
             case ResultArrived():
                 self._result_arrived(event, now_s)
@@ -102,8 +128,15 @@ class Scheduler:
                 self._roster.paused = event.why
             case QueueResumed():
                 self._roster.paused = ""
+            case PolicyChanged():
+                self._policy_changed(event)
+            case WeightsChanged():
+                self._roster.reorder(replace(self._roster.ordering, weights=event.weights))
+            case QuotasChanged():
+                self._roster.quotas.change(event.default, event.tenants)
             case Tick():
                 self._expire(now_s)
+                self._warden.look(now_s)
         effects, self._roster.effects = self._roster.effects, []
         return effects
 
@@ -114,7 +147,8 @@ class Scheduler:
         live = self._roster.enter(event)
         for executor in self._roster.executors.values():
             if executor.joined and executor.description.model == event.request.model:
-                executor.mirror.prepare(live)
+                for choice in live.gang or (live,):
+                    executor.mirror.prepare(choice)
         if event.state in QUEUED:
             self._roster.enqueue(live)
         if live.at_max_tokens:
@@ -139,10 +173,10 @@ class Scheduler:
             return
         queue = self._roster.queue(live.request.model) if live.state in QUEUED else None
         if queue is not None:
-            queue.remove(live)
+            queue.remove(live.entry)
         live.update(event.priority, event.deadline_s)
         if queue is not None:
-            queue.add(live)
+            queue.add(live.entry)
         self._roster.watch_deadline(live)
         self._roster.effects.append(event)
 
@@ -185,6 +219,11 @@ class Scheduler:
         if executor is not None:
             self._roster.drain(executor, now_s, f"executor drained {event.why}")
 
+    def _policy_changed(self, event: PolicyChanged) -> None:
+        policy = policy_named(event.policy, self._roster.prediction.remaining)
+        ordering = self._roster.ordering
+        self._roster.reorder(replace(ordering, policy=policy, fair_share=event.fair_share, lane_shares=event.lane_shares))
+
     def _result_arrived(self, event: ResultArrived, now_s: float) -> None:
         executor = self._roster.executors.get(event.executor)
         if executor is None:
@@ -194,10 +233,12 @@ class Scheduler:
 
     def _plan_due(self, event: PlanDue, now_s: float) -> None:
         self._expire(now_s)
+        self._warden.look(now_s)
         executor = self._roster.executors.get(event.executor)
         if executor is None or not executor.has_plan_room:
             return
         executor.asked_s = now_s
+        self._roster.quotas.refilled(now_s)
         plan = self._planner.plan(executor, now_s)
         if plan is not None:
             self._roster.effects.append(PlanIssued(executor.name, plan))
@@ -218,7 +259,8 @@ class Scheduler:
         return sequence.live.request_id if sequence is not None and sequence.live is not None else None
 
     def next_wakeup_s(self) -> float | None:
-        """When to hand in a Tick, and ask for plans, although nothing has happened: a deadline, or the start of a static batch.
+        """When to hand in a Tick, and ask for plans, although nothing has happened: a deadline, the start of a static batch, a
+        tenant that may use tokens again, or a look at the overload.
 
         Unix seconds; may have passed already. None: only an event can change anything.
         """
@@ -226,15 +268,27 @@ class Scheduler:
             due_s
             for executor in self._roster.executors.values()
             if executor.has_plan_room
-            and (due_s := self._batching.wakeup_s(executor, self._roster.queue(executor.description.model))) is not None
-            and due_s > executor.asked_s
+            for due_s in self._chances_s(executor)
+            if due_s > executor.asked_s
         ]
         earliest = self._roster.deadlines.earliest()
-        return min(times + ([earliest[0]] if earliest else []), default=None)
+        times += [earliest[0]] if earliest else []
+        next_look_s = self._warden.next_look_s()
+        return min(times if next_look_s is None else [*times, next_look_s], default=None)
+
+    def _chances_s(self, executor: ExecutorState) -> list[float]:
+        """When an executor with room for a plan may admit somebody whom it did not admit before."""
+        batch_s = self._batching.wakeup_s(executor, self._roster.queue(executor.description.model))
+        refill_s = self._roster.quotas.next_refill_s
+        return [due_s for due_s in (batch_s, refill_s) if due_s is not None]
 
     def max_num_seqs(self, executor: str) -> int:
         """Most sequences in a step of an executor that has joined."""
         return self._roster.executors[executor].max_num_seqs
+
+    def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
+        """Of a prompt of so many tokens, the most that can ever run at once; None while no executor of the model is known."""
+        return self._room.most_choices(model, num_prompt_tokens, max_tokens)
 
     def wait_reason(self, request_id: str) -> str:
         """Why a request waits, in a few words; empty if it does not wait or is unknown."""
@@ -242,6 +296,49 @@ class Scheduler:
         if live is None or live.state not in QUEUED:
             return ""
         return self._room.wait_reason(live)
+
+    @property
+    def ordering(self) -> Ordering:
+        return self._roster.ordering
+
+    def never_within_quota(self, request: Request) -> str:
+        """Which quota a request exceeds by itself, with all its choices, in a few words; empty: none."""
+        quota, tenant = self._roster.quotas.of(request.tenant), request.tenant
+        if quota.max_num_seqs is not None and request.best_of > quota.max_num_seqs:
+            return f"the request has {request.best_of} choices, and tenant {tenant} may have {quota.max_num_seqs} sequences running"
+        blocks = self._room.least_blocks(request)
+        if quota.max_kv_blocks is not None and blocks > quota.max_kv_blocks:
+            return f"the request may come to {blocks} KV blocks, more than the {quota.max_kv_blocks} that tenant {tenant} may hold"
+        return ""
+
+    def over_quota(self, request: Request, now_s: float) -> str:
+        """Which quota would make a request wait that came now, in a few words; empty: none."""
+        queued = self._roster.backlog.num_waiting(request.tenant)
+        blocks = self._room.least_blocks(request)
+        return self._roster.quotas.over(request.tenant, queued + request.best_of, blocks, now_s)
+
+    def tokens_ready_s(self, tenant: str, now_s: float) -> float:
+        """When its quota of tokens per second lets the tenant's requests run; `now_s` if it does, infinity if it never will."""
+        return self._roster.quotas.ready_s(tenant, now_s)
+
+    @property
+    def overload_stage(self) -> Stage:
+        return self._warden.stage
+
+    @property
+    def overload_why(self) -> str:
+        """Empty while nothing is held back."""
+        return self._warden.why
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The most that all queued requests may come to, prompts and output."""
+        return self._roster.backlog.tokens(*Lane)
+
+    @property
+    def queue_drain(self) -> Drain:
+        """How fast the queue empties."""
+        return self._roster.backlog.drain
 
     @property
     def paused(self) -> str:
@@ -295,4 +392,16 @@ def _view(executor: ExecutorState, drained: bool) -> ExecutorView:
         max_num_seqs=executor.max_num_seqs,
         max_num_batched_tokens=executor.max_num_batched_tokens,
         drained=drained,
+    )
+
+
+def _ordering(config: SchedulerConfig, prediction: Prediction) -> Ordering:
+    return Ordering(
+        policy_named(config.policy, prediction.remaining),
+        prediction.remaining,
+        config.lane_shares,
+        config.fair_share,
+        config.weights,
+        config.ageing_turn,
+        config.max_priority_wait_s,
     )

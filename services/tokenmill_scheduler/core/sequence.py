@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenmill_scheduler.core.live import LiveRequest
+    from tokenmill_scheduler.core.records import Admission
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +28,14 @@ class Sequence:
 
     `live` is the request its tokens are for; None once they are not wanted any more. `limit` is the number of tokens at which it
     ends for certain. `held` blocks are confirmed by results; `reserved` ≥ held are those it has or may still take without asking
-    the forecast again. `finished`: the executor has let it go by itself. `bookings` has, for each plan out that advances it, by how
+    the forecast again; that is enough to plan up to `covered` tokens. `confirm_at` is how many computed tokens change what it holds;
+    `narrowed`: it decodes, and what was booked for large chunks is given back. `finished`: the executor has let it go by itself. `bookings` has, for each plan out that advances it, by how
     many tokens at most. `predicted` tokens are expected from the prefix cache, until its first result says how many there were.
+
+    `first`: its request has not been admitted before. `may_skip`: its first advance may find tokens that others have computed.
+    `admission` makes it known to the executor, in the plan that advances it first; None after that. `siblings` are the sequences of
+    one prompt that were admitted together, itself among them: the first that is left computes the prompt, the others wait for that
+    and share its blocks (see `forks.py`).
     """
 
     sequence_id: int
@@ -44,6 +51,13 @@ class Sequence:
     held: int = 0
     reserved: int = 0
     finished: bool = False
+    covered: int = 0
+    confirm_at: int = 1
+    narrowed: bool = False
+    may_skip: bool = False
+    first: bool = False
+    admission: Admission | None = None
+    siblings: list[Sequence] = field(default_factory=list)
 
     @property
     def plans_out(self) -> int:

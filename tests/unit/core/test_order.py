@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.records import Updated
 from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -214,7 +215,7 @@ def test_no_plan_for_a_sequence_that_the_plans_out_bring_to_its_end() -> None:
     assert [world.plan() is not None for _ in range(3)] == [True, True, False]
 
 
-def test_lanes_come_before_priorities_under_the_priority_policy() -> None:
+def test_lanes_come_before_priorities() -> None:
     world = World(SchedulerConfig(policy="priority", max_num_seqs=1), description())
     world.submit(1, priority=9, lane=Lane.BATCH)
     world.submit(2, priority=0)
@@ -236,9 +237,10 @@ def test_c33_a_real_time_request_displaces_one_of_the_standard_lane_and_never_it
     assert _admitted(world) == [1, 3, 1, 2]
 
 
-def test_lanes_do_not_matter_first_come_first_served() -> None:
-    world = World(SchedulerConfig(max_num_seqs=1), description())
-    world.submit(1, lane=Lane.BATCH)
-    world.submit(2, lane=Lane.REAL_TIME)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lanes_come_before_every_policy(policy: str) -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy=policy), description())
+    for seed, lane in ((1, Lane.BATCH), (2, Lane.STANDARD), (4, Lane.REAL_TIME), (5, Lane.BATCH)):
+        world.submit(seed, lane=lane)
     world.drain()
-    assert _admitted(world) == [1, 2]
+    assert _admitted(world) == [4, 2, 1, 5]

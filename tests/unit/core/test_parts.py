@@ -1,4 +1,4 @@
-"""The small parts by themselves: transitions, arithmetic, forecast, queue, alarms."""
+"""The small parts by themselves: transitions, arithmetic, forecast, alarms."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from tokenmill_scheduler.core.alarms import Alarms
 from tokenmill_scheduler.core.diagram import document, mermaid
 from tokenmill_scheduler.core.forecast import Forecast
 from tokenmill_scheduler.core.live import Ending, LiveRequest
-from tokenmill_scheduler.core.policy import Fcfs, Priority
-from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.request import TERMINAL, TRANSITIONS, FinishReason, IllegalTransition, Request, Sampling, State
 from tokenmill_scheduler.core.sequence import Sequence
 
 _DOCS = Path(__file__).parents[3] / "docs"
 
 
-def _live(ordinal: int, *, priority: int = 0, arrival_s: float = 0.0, state: State = State.WAITING) -> LiveRequest:
-    request = Request(f"r{ordinal}", "m", (1, 2, 3), Sampling(max_tokens=4, seed=0), arrival_s, priority)
+def _live(ordinal: int, *, state: State = State.WAITING) -> LiveRequest:
+    request = Request(f"r{ordinal}", "m", (1, 2, 3), Sampling(max_tokens=4, seed=0), 0.0)
     return LiveRequest(request, ordinal, state)
 
 
@@ -145,34 +143,6 @@ def test_trim_keeps_what_plans_out_may_take() -> None:
     sequence.plan(5)
     forecast.trim(sequence)
     assert (sequence.reserved, forecast.free) == (2, 8)
-
-
-@pytest.mark.parametrize("policy", [Fcfs(), Priority()])
-def test_the_queue_keeps_the_policys_order_through_any_changes(policy: Fcfs | Priority) -> None:
-    rng = random.Random(7)
-    queue = WaitingQueue(policy)
-    inside: list[LiveRequest] = []
-    for ordinal in range(400):
-        if inside and rng.random() < 0.4:
-            live = inside.pop(rng.randrange(len(inside)))
-            queue.remove(live)
-            assert live not in queue
-        else:
-            state = rng.choice([State.WAITING, State.PREEMPTED])
-            live = _live(ordinal, priority=rng.randrange(3), arrival_s=rng.randrange(20), state=state)
-            queue.add(live)
-            inside.append(live)
-            assert live in queue
-        assert list(queue) == sorted(inside, key=policy.rank)
-        assert queue.oldest_arrival_s == min((live.request.arrival_s for live in inside), default=None)
-
-
-def test_priority_ranks_preempted_before_its_equals_and_after_its_betters() -> None:
-    waiting = _live(1)
-    preempted = _live(2, arrival_s=5, state=State.PREEMPTED)
-    higher = _live(3, priority=1, arrival_s=9)
-    assert sorted([waiting, preempted, higher], key=Priority().rank) == [higher, preempted, waiting]
-    assert sorted([waiting, preempted, higher], key=Fcfs().rank) == [preempted, waiting, higher]
 
 
 def test_alarms_give_the_earliest_of_what_is_set_now_and_stay_bounded() -> None:

@@ -1,0 +1,48 @@
+"""Choices of one request begin with the same prompt: one sequence computes it, the others take its full blocks by reference.
+
+All are admitted at once, with a slot and blocks booked for each as if nothing were shared, so none of them can be left over. The
+first computes the prompt; the executor hears of the others when its plans have brought the first so far that the blocks are there.
+If the first is given up before, the next one leads. What an executor does not share after all it computes: a plan says "at most".
+
+Must not know: the queue, policies, the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill_scheduler.core.executor import ExecutorState
+from tokenmill_scheduler.core.records import Admission
+from tokenmill_scheduler.core.sequence import Sequence
+
+
+def shareable(num_tokens: int, block_size: int) -> int:
+    """Of so many prompt tokens, those in blocks that can be shared: full ones, and not the last token, which each computes."""
+    return (num_tokens - 1) // block_size * block_size
+
+
+def waits(sequence: Sequence, executor: ExecutorState) -> bool:
+    """Whether a sequence that the executor has not heard of waits for the prompt's blocks. To be asked before a plan is booked."""
+    lead = _lead(sequence, executor)
+    return lead is not sequence and lead.planned_computed + lead.predicted < _shareable(sequence, executor)
+
+
+def introduction(sequence: Sequence, executor: ExecutorState) -> Admission:
+    """Makes the sequence known to the executor, in the plan that advances it first, and foretells what it need not compute."""
+    admission = sequence.admission
+    assert admission is not None
+    sequence.admission = None
+    lead, share = _lead(sequence, executor), _shareable(sequence, executor)
+    if lead is sequence or share == 0:
+        return admission
+    sequence.predicted = max(sequence.predicted, share)
+    return replace(admission, fork_of=lead.sequence_id)
+
+
+def _lead(sequence: Sequence, executor: ExecutorState) -> Sequence:
+    """The first of its siblings that is left, maybe itself."""
+    return next((sibling for sibling in sequence.siblings if sibling.sequence_id in executor.running), sequence)
+
+
+def _shareable(sequence: Sequence, executor: ExecutorState) -> int:
+    return shareable(sequence.known, executor.description.block_size)
