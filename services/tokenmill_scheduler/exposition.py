@@ -26,9 +26,10 @@ _PREFIX = "tokenmill_"
 
 
 class Exposition:
-    """Calling it gathers; on the event loop's thread."""
+    """Calling it gathers; on the event loop's thread. `refusals` are the reasons that a submit can be refused for."""
 
-    def __init__(self, scheduler: Scheduler, loop: Loop, writer: LedgerWriter) -> None:
+    def __init__(self, scheduler: Scheduler, loop: Loop, writer: LedgerWriter, refusals: Sequence[str]) -> None:
+        self._refusals = refusals
         self._scheduler = scheduler
         self._loop = loop
         self._metrics = loop.metrics
@@ -63,7 +64,8 @@ class Exposition:
         yield _gauge("oldest_wait_seconds", "Of the request in the queue that has waited longest", "lane", oldest)
         yield _counter("requests_accepted", "Submits that became durable", "lane", accepted)
         yield _counter("request_success", "Requests that ended, by how", "finished_reason", metrics.finished)
-        yield _counter("requests_refused", "Submits that were refused, by the reason in their status", "reason", metrics.refused)
+        refused = {**dict.fromkeys(self._refusals, 0), **metrics.refused}
+        yield _counter("requests_refused", "Submits that were refused, by the reason in their status", "reason", refused)
         yield _gauge("queue_paused", "1 while an operator holds the queue", value=bool(load.queue_paused))
         yield _gauge("streams_open", "Readers of requests' output", value=self._loop.live.num_readers)
         yield InfoMetricFamily(
@@ -74,6 +76,7 @@ class Exposition:
         counters = self._scheduler.counters
         yield _counter("prompt_tokens", "Of requests at their first admission", value=counters.prompt_tokens)
         yield _counter("generation_tokens", "Kept output tokens", value=counters.output_tokens)
+        yield _counter("recomputed_tokens", "Computed before a preemption, and again after it", value=counters.recomputed_tokens)
         yield _counter("prefix_cache_queries", "Tokens looked up in prefix caches", value=counters.prefix_cache_queries)
         yield _counter("prefix_cache_hits", "Those of them that were there", value=counters.prefix_cache_hits)
 

@@ -44,13 +44,28 @@ class Latency:
         return total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Since:
-    """From when the next token of some requests of one lane is timed: of one from its arrival, of many from a step they shared."""
+    """From when the next token of some requests of one lane is timed: of one from its arrival, of many from a step they shared.
+
+    `step` is None before the first token.
+    """
 
     lane: Lane
     at_s: float
-    is_arrival: bool = False
+    step: _Step | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """The last that brought tokens of these requests: so many for each lane. Steady decoding is the same step again and again.
+
+    It is `whole` until one of them goes on without the others, or ends.
+    """
+
+    request_ids: tuple[str, ...]
+    times: dict[_Since, int]
+    whole: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -118,8 +133,9 @@ class Metrics:
         """Also from another process, with what it had. The gap to a token of that process is not known: it counts from now."""
         request_id = request.request_id
         self._lives[request_id] = _Life(request.lane, request.arrival_s, now_s)
-        at_s = now_s if has_output else request.arrival_s
-        self._since[request_id] = _Since(request.lane, at_s, is_arrival=not has_output)
+        self._since[request_id] = (
+            _Since(request.lane, now_s, _Step((), {}, whole=False)) if has_output else _Since(request.lane, request.arrival_s)
+        )
         self.lanes[request.lane].moved(request_id, None, state, request.arrival_s)
 
     def happened(self, records: Sequence[Record]) -> None:
@@ -144,20 +160,35 @@ class Metrics:
             elif isinstance(record, Transitioned) and record.after in TERMINAL:
                 self._ended(record, now_s)
 
-    def _tokens_told(self, request_ids: Sequence[str], now_s: float) -> None:
-        """One sample a request. Those of a step mostly had their last token together, so they are counted together."""
-        since = list(map(self._since.__getitem__, request_ids))
-        now: dict[_Since, _Since] = {}
-        shared = {lane: _Since(lane, now_s) for lane in Lane}
-        for moment, times in Counter(since).items():
-            latency = self.time_to_first_token if moment.is_arrival else self.inter_token
-            latency.observe(moment.lane, now_s - moment.at_s, times)
-            now[moment] = shared[moment.lane]
-        self._since.update(zip(request_ids, map(now.__getitem__, since), strict=True))
+    def _tokens_told(self, request_ids: tuple[str, ...], now_s: float) -> None:
+        """One sample a request. A step of the same requests as their last one costs a few operations for each lane."""
+        step = self._since[request_ids[0]].step
+        if step is None or not step.whole or step.request_ids != request_ids:
+            self._step_of_others(request_ids, now_s)
+            return
+        for since, times in step.times.items():
+            self.inter_token.observe(since.lane, now_s - since.at_s, times)
+            since.at_s = now_s
+
+    def _step_of_others(self, request_ids: tuple[str, ...], now_s: float) -> None:
+        """Most of them had their last token together, so they are counted together."""
+        before = list(map(self._since.__getitem__, request_ids))
+        step = _Step(request_ids, {})
+        shared = {lane: _Since(lane, now_s, step) for lane in Lane}
+        after: dict[_Since, _Since] = {}
+        for since, times in Counter(before).items():
+            latency = self.time_to_first_token if since.step is None else self.inter_token
+            latency.observe(since.lane, now_s - since.at_s, times)
+            if since.step is not None:
+                since.step.whole = False
+            after[since] = shared[since.lane]
+            step.times[shared[since.lane]] = step.times.get(shared[since.lane], 0) + times
+        self._since.update(zip(request_ids, map(after.__getitem__, before), strict=True))
 
     def _ended(self, record: Transitioned, now_s: float) -> None:
         life = self._lives.pop(record.request_id)
-        del self._since[record.request_id]
+        if (step := self._since.pop(record.request_id).step) is not None:
+            step.whole = False
         assert record.finish_reason is not None
         self.finished[record.finish_reason] += 1
         if record.after is State.DONE:

@@ -46,7 +46,7 @@ from tokenmill_scheduler.retention import prune_for_ever
 from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.auth import AuthInterceptor
-from tokenmill_scheduler.servicers.errors import ErrorInterceptor
+from tokenmill_scheduler.servicers.errors import SUBMIT_REFUSALS, ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.session import Fenced, SessionLimits
 from tokenmill_scheduler.settings import Settings
@@ -85,7 +85,7 @@ class SchedulerServer:
             settings.reattach_grace_s,
             idle_clients=IdleClients(settings.idle_client_timeout_s),
         )
-        self._exposition = Exposition(scheduler, self.loop, self._writer)
+        self._exposition = Exposition(scheduler, self.loop, self._writer, SUBMIT_REFUSALS)
         self._metrics: MetricsServer | None = None
         self._health = Health(SERVICES, self._not_ready, self._not_alive)
         self.executors = Executors(

@@ -23,7 +23,7 @@ from tokenmill_service.metrics import MetricsServer
 from tests.fakes.calls import Caller, Stream, eventually, spec
 from tests.fakes.memory_ledger import MemoryLedger
 from tests.fakes.processes import Processes, ServiceProcess, wait_serving
-from tests.fakes.scrapes import Scrape, scrape, scrape_now
+from tests.fakes.scrapes import Scrape, free_port, scrape, scrape_now
 
 BLOCK_SIZE = 256
 
@@ -190,13 +190,6 @@ async def test_refused_submits_are_counted_by_reason(executor: ServiceProcess) -
         assert seen("queue_paused") == 1
         await caller.inference.Cancel(pb.CancelRequest(request_id="waits"))
         await caller.admin.ResumeQueue(admin_pb2.ResumeQueueRequest())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def test_an_executor_tells_of_its_steps_and_blocks(processes: Processes) -> None:

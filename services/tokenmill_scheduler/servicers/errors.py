@@ -45,6 +45,12 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
     auth.PermissionDenied: (code_pb2.PERMISSION_DENIED, "PERMISSION_DENIED"),
 }
 
+# What a submit can be refused for.
+SUBMIT_REFUSALS = (
+    "INVALID_ARGUMENT", "UNKNOWN_MODEL", "REQUEST_EXISTS", "QUEUE_FULL", "TENANT_LIMIT", "OVERLOADED", "UNAVAILABLE",
+    "UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL",
+)  # fmt: skip
+
 log = structlog.get_logger(__name__)
 
 Failed = Callable[[Exception], None]
