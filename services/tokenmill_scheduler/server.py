@@ -34,6 +34,8 @@ from tokenmill_scheduler.health import ALIVE_WITHIN_S, LIVENESS, Health
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.lease import LeaseKeeper, take_lease
+from tokenmill_scheduler.journal.scheduler import JournaledScheduler
+from tokenmill_scheduler.journal.writer import JournalWriter
 from tokenmill_scheduler.ledger.port import Estate, Lease, LeaseLost, Ledger, LedgerUnavailable
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.live import may_gather
@@ -67,7 +69,7 @@ class SchedulerServer:
     """The gRPC server and all behind it, over a ledger that the caller opens and closes."""
 
     def __init__(self, settings: Settings, ledger: Ledger) -> None:
-        """Raises SettingsError when a file of certificates or tokens is not right."""
+        """Raises SettingsError when a file of certificates or tokens is not right, or the plan journal cannot be written."""
         self._settings = settings
         self._credentials = None if settings.tls is None else server_credentials(settings.tls)
         if settings.executor_tls is not None:
@@ -77,7 +79,9 @@ class SchedulerServer:
         self._ledger = ledger
         self._writer = LedgerWriter(ledger, self._ledger_failed, interval_s=settings.commit_interval_s, may_wait=may_gather)
         self._models = Models()
-        scheduler = Scheduler(settings.scheduler)
+        self._journal = _open_journal(settings)
+        config = settings.scheduler
+        scheduler = Scheduler(config) if self._journal is None else JournaledScheduler(config, self._journal)
         self.loop = Loop(
             scheduler,
             self._writer,
@@ -159,6 +163,8 @@ class SchedulerServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._metrics is not None:
             await self._metrics.stop()
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.close)
 
     @property
     def metrics_address(self) -> str:
@@ -275,6 +281,16 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
     lock_address(settings.listen)
+def _open_journal(settings: Settings) -> JournalWriter | None:
+    """Raises SettingsError."""
+    if settings.plan_journal is None:
+        return None
+    try:
+        return JournalWriter(settings.plan_journal, settings.scheduler, settings.plan_journal_bytes)
+    except OSError as error:
+        raise SettingsError(f"--plan-journal {settings.plan_journal} cannot be written: {error.strerror}") from error
+
+
     server = SchedulerServer(settings, ledger)
     await server.start()
     if settings.port_file is not None:

@@ -25,6 +25,7 @@ from tokenmill_service.flags import (
     seconds,
     share,
     timeout,
+    size_bytes,
 )
 from tokenmill_service.tls import ClientTls, ServerTls, server_tls
 
@@ -71,6 +72,8 @@ class Settings:
 
     @property
     def is_alone(self) -> bool:
+    plan_journal: Path | None
+    plan_journal_bytes: int
         """Whether the database takes one scheduler only."""
         return self.database.startswith("sqlite")
 
@@ -123,6 +126,8 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 def settings_from_process(argv: Sequence[str]) -> Settings:
     return parse_settings(argv, os.environ)
+        plan_journal=values["plan_journal"],
+        plan_journal_bytes=values["plan_journal_bytes"],
 
 
 # ---- flags ---------------------------------------------------------------------------------------------------------------------
@@ -212,6 +217,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--lease-time": {
             "type": timeout,
+        "--plan-journal": {
+            "type": file,
+            "default": None,
+            "help": "a file for every event, with prompts, and every decision, to `tokenmill replay`; gzipped if it ends in .gz",
+        },
+        "--plan-journal-bytes": {"type": size_bytes, "default": "1GiB", "help": "most bytes of the plan journal, before gzip"},
             "default": 10.0,
             "help": "a scheduler that stands still for longer is taken over by another on its PostgreSQL, in seconds",
         },

@@ -76,7 +76,7 @@ class ModelExecutor:
         columns[_COMPUTED, ids] = end
         columns[_KNOWN, ids] = known + samples
         ended = samples & (known + 1 >= last)
-        load = _load(start, counts)
+        load = step_load(start, counts)
         self._fill()
         finishes = self._finish(ids, ended) if ended.any() else (0,) * len(ids)
         dropped, stored = self.cache.changes()
@@ -180,8 +180,8 @@ class ModelExecutor:
                 del self._filling[sequence_id]
 
 
-def _load(start: Ints, counts: Ints) -> StepLoad:
-    """A row of one token is a decode; longer ones are prefill."""
+def step_load(start: Ints, counts: Ints) -> StepLoad:
+    """Of rows that compute so many tokens each, after so many others. A row of one token is a decode; longer ones are prefill."""
     decodes = counts == 1
     num_decodes = int(np.count_nonzero(decodes))
     end = start + counts

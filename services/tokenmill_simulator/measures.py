@@ -22,8 +22,10 @@ Floats = NDArray[np.float64]
 class Measures:
     """Columns of requests by their place among all (NaN: has not happened), of steps, and all gaps between tokens."""
 
-    def __init__(self, requests: Sequence[SimulatedRequest]) -> None:
+    def __init__(self, requests: Sequence[SimulatedRequest], request_ids: Sequence[str] | None = None) -> None:
+        """`request_ids` are those that effects name them by; without any, their places are their names."""
         count = len(requests)
+        self._places = {request_id: place for place, request_id in enumerate(request_ids or map(str, range(count)))}
         self.requests = requests
         self.arrival_s: Floats = np.array([request.arrival.at_s for request in requests])
         self.started_s: Floats = np.full(count, np.nan)
@@ -46,7 +48,7 @@ class Measures:
         self.steps.append(step)
 
     def _tokens(self, effect: TokensGenerated, now_s: float) -> None:
-        rows = np.array(list(map(int, effect.request_ids)))
+        rows = np.array(list(map(self._places.__getitem__, effect.request_ids)))
         gaps = now_s - self.last_token_s[rows]
         self.tokens[rows] += np.array(effect.counts)
         self.last_token_s[rows] = now_s
@@ -57,7 +59,7 @@ class Measures:
         self._gaps.append(gaps)
 
     def _moved(self, effect: Transitioned, now_s: float) -> None:
-        row = int(effect.request_id)
+        row = self._places[effect.request_id]
         if effect.after is State.PREFILL and np.isnan(self.started_s[row]):
             self.started_s[row] = now_s
         elif effect.after in TERMINAL:

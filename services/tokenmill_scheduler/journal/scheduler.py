@@ -1,0 +1,24 @@
+"""The core with its journal: whatever goes in and comes out is handed to the writer. Must not know: files."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tokenmill_scheduler.core.records import Effect, Event
+from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
+
+
+class Journal(Protocol):
+    def happened(self, now_s: float, event: Event, effects: list[Effect]) -> None:
+        """Returns at once."""
+
+
+class JournaledScheduler(Scheduler):
+    def __init__(self, config: SchedulerConfig, journal: Journal) -> None:
+        super().__init__(config)
+        self._journal = journal
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        effects = super().handle(event, now_s)
+        self._journal.happened(now_s, event, effects)
+        return effects

@@ -1,0 +1,164 @@
+"""A service's recorded events as a load, as machines, and as what came of it: for what another policy would have done.
+
+What executors answered cannot be replayed under other plans, so their steps are: a cost is fitted to the times of their results.
+Requests that were cancelled or never ended count with the tokens they made, at least one. Must not know: files, the codec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from tokenmill_scheduler.core.counters import Counters
+from tokenmill_scheduler.core.records import (
+    Effect,
+    Event,
+    ExecutorDescription,
+    ExecutorJoined,
+    Plan,
+    PlanIssued,
+    Result,
+    ResultArrived,
+    StepTimes,
+    Submitted,
+    TokensGenerated,
+    Transitioned,
+)
+from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.core.scheduler import SchedulerConfig
+from tokenmill_workloads import Arrival
+
+from tokenmill_simulator.compare import Machines, Run
+from tokenmill_simulator.cost import StepLoad
+from tokenmill_simulator.executor import step_load
+from tokenmill_simulator.figures import Target, summarise
+from tokenmill_simulator.fit import Fit, fit
+from tokenmill_simulator.measures import Measures
+from tokenmill_simulator.requests import SimulatedRequest
+from tokenmill_simulator.simulation import Step
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request as it was recorded. `before`: tokens that an earlier process had made of it."""
+
+    request: Request
+    before: tuple[int, ...]
+    at_s: float
+    made: int = 0
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps of one executor: plans out by number, tokens computed by sequence."""
+
+    plans: dict[int, Plan] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+
+
+class Recording:
+    """`saw` takes every event of one process of a scheduler, in order, with what it led to."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, _Asked] = {}
+        self._descriptions: dict[str, ExecutorDescription] = {}
+        self._steps: dict[tuple[str, int], _Steps] = {}
+        self._effects: list[tuple[float, list[Effect]]] = []
+        self._rows: list[Step] = []
+        self._loads: list[StepLoad] = []
+        self._seconds: list[float] = []
+
+    def saw(self, at_s: float, event: Event, effects: list[Effect], waiting: int) -> None:
+        """`waiting` requests are queued now."""
+        match event:
+            case Submitted():
+                for request in (event.request, *event.choices):
+                    self._asked.setdefault(request.request_id, _Asked(request, event.output, at_s))
+            case ExecutorJoined():
+                self._descriptions.setdefault(event.executor.name, event.executor)
+                self._steps[event.executor.name, event.epoch] = _Steps()
+            case ResultArrived():
+                self._answered(event.executor, event.result, at_s, waiting)
+        for effect in effects:
+            if isinstance(effect, PlanIssued):
+                self._steps[effect.executor, effect.plan.epoch].plans[effect.plan.plan_id] = effect.plan
+            elif isinstance(effect, TokensGenerated):
+                for request_id, count in zip(effect.request_ids, effect.counts, strict=True):
+                    self._asked[request_id].made += count
+        told: list[Effect] = [effect for effect in effects if isinstance(effect, TokensGenerated | Transitioned)]
+        if told:
+            self._effects.append((at_s, told))
+
+    def _answered(self, executor: str, result: Result, at_s: float, waiting: int) -> None:
+        steps = self._steps.get((executor, result.epoch))
+        plan = steps.plans.pop(result.plan_id, None) if steps is not None else None
+        if steps is None or plan is None:
+            return
+        seconds = _step_s(result.times)
+        index = list(self._descriptions).index(executor)
+        self._rows.append(Step(index, at_s - seconds, at_s, len(plan.advance_sequence_ids), result.blocks, waiting))
+        starts = []
+        cached = result.num_cached or (0,) * len(result.sequence_ids)
+        for sequence_id, computed, found in zip(result.sequence_ids, result.num_computed, cached, strict=True):
+            start = steps.computed.get(sequence_id, 0) + found
+            starts.append(start)
+            steps.computed[sequence_id] = start + computed
+        for sequence_id in plan.release:
+            steps.computed.pop(sequence_id, None)
+        if seconds and starts:
+            self._loads.append(step_load(np.array(starts), np.array(result.num_computed)))
+            self._seconds.append(seconds)
+
+    # ---- what came of it -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _start_s(self) -> float:
+        return min(asked.at_s for asked in self._asked.values())
+
+    def requests(self) -> list[SimulatedRequest]:
+        """In the order of their arrival. Raises ValueError when there are none."""
+        if not self._asked:
+            raise ValueError("no request was recorded")
+        return [_simulated(asked, asked.at_s - self._start_s) for asked in self._asked.values()]
+
+    def fit(self) -> Fit:
+        """Raises ValueError when no result said how long it took."""
+        return fit(self._loads, self._seconds)
+
+    def machines(self) -> Machines:
+        """As many executors as there were names, all like the first. Raises ValueError when there were none."""
+        if not self._descriptions:
+            raise ValueError("no executor was recorded")
+        first = next(iter(self._descriptions.values()))
+        caches = first.caches_prefixes and first.cache_version is not None
+        return Machines(self.fit().cost, replace(first, caches_prefixes=caches), len(self._descriptions))
+
+    def run(self, config: SchedulerConfig, counters: Counters, target: Target) -> Run:
+        """What was measured, in the same figures as a simulation's. `counters` are the recorded core's."""
+        requests = self.requests()
+        measures = Measures(requests, list(self._asked))
+        for at_s, effects in self._effects:
+            measures.happened(effects, at_s - self._start_s)
+        measures.steps = [replace(row, start_s=row.start_s - self._start_s, end_s=row.end_s - self._start_s) for row in self._rows]
+        figures = summarise(measures, counters, config.max_num_seqs, len(self._descriptions), target)
+        return Run("recorded", config, figures, measures)
+
+
+def _step_s(times: StepTimes) -> float:
+    return (times.prepare_us + times.forward_us + times.sample_us) / 1e6
+
+
+def _simulated(asked: _Asked, at_s: float) -> SimulatedRequest:
+    request = asked.request
+    prompt = (*request.prompt, *asked.before)
+    left = request.sampling.max_tokens - len(asked.before)
+    deadline_s = None if request.deadline_s is None else request.deadline_s - asked.at_s
+    return SimulatedRequest(
+        Arrival(at_s, len(prompt), max(1, asked.made)),
+        prompt,
+        request.priority,
+        request.lane,
+        request.tenant,
+        deadline_s,
+        max(1, left, asked.made),
+    )
