@@ -15,7 +15,7 @@ from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
 _COMMANDS = (
     "serve", "generate", "requests", "executors", "queue", "actions", "load", "top", "health", "models", "db", "auth", "bench",
-    "demo", "simulate", "completion",
+    "demo", "simulate", "replay", "completion",
 )  # fmt: skip
 
 
