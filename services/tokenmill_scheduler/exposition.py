@@ -67,6 +67,14 @@ class Exposition:
         refused = {**dict.fromkeys(self._refusals, 0), **metrics.refused}
         yield _counter("requests_refused", "Submits that were refused, by the reason in their status", "reason", refused)
         yield _gauge("queue_paused", "1 while an operator holds the queue", value=bool(load.queue_paused))
+        yield _gauge(
+            "overload_stage",
+            "0 normal, 1 batch lane in what others leave, 2 batch lane paused, 3 standard lane refused",
+            value=self._scheduler.overload_stage,
+        )
+        yield _counter(
+            "overload_changes", "From one stage to the next, up or down", value=self._scheduler.counters.overload_changes
+        )
         yield _gauge("streams_open", "Readers of requests' output", value=self._loop.live.num_readers)
         yield InfoMetricFamily(
             f"{_PREFIX}scheduler", "What decides the order and the batch", {"policy": load.policy, "batching": load.batching}

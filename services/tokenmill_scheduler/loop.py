@@ -131,6 +131,8 @@ class Loop:
 
         `actions` become durable together with what the event leads to.
         """
+        if isinstance(event, core.PolicyChanged):
+            self.metrics.use_policy(event.policy)
         self._apply(event, actions)
         self._pump_soon()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tokenmill_scheduler.core.records import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.records import PolicyChanged, TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.metrics import Metrics
@@ -165,6 +165,15 @@ async def test_c69_a_restart_counts_no_first_token_twice() -> None:
     assert count(metrics.time_to_first_token.total()) == 1, "that of b"
     assert metrics.finished[FinishReason.LENGTH] == 2
     assert metrics.accepted[Lane.STANDARD] == 0, "both were accepted by the first"
+
+
+async def test_a_change_of_policy_is_a_change_of_label() -> None:
+    shell = Shell.over(MemoryLedger())
+    shell.loop.handle(PolicyChanged("sjf"))
+    await shell.join()
+    await shell.submit(request("a"))
+    await shell.run_out()
+    assert count(shell.loop.metrics.queue_time.histograms[Lane.STANDARD, "sjf"]) == 1
 
 
 async def test_tokens_count_once_they_are_durable() -> None:
