@@ -169,7 +169,7 @@ async def test_c69_a_restart_counts_no_first_token_twice() -> None:
 
 async def test_a_change_of_policy_is_a_change_of_label() -> None:
     shell = Shell.over(MemoryLedger())
-    shell.loop.handle(PolicyChanged("sjf"))
+    shell.loop.handle(PolicyChanged("sjf", fair_share=False, lane_shares=(0, 0, 0)))
     await shell.join()
     await shell.submit(request("a"))
     await shell.run_out()
