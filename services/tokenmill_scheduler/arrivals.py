@@ -22,9 +22,10 @@ OUTAGE_LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A submission on its way to disk."""
+    """A submission on its way to disk, of so many choices."""
 
     payload_digest: bytes
+    num_choices: int
     outcome: asyncio.Task[Outcome]
 
 
@@ -73,41 +74,48 @@ class Arrivals:
     def begin(self, request: Request, payload_digest: bytes, *actions: Action) -> Arrival:
         """Puts it on its way, `actions` beside it. Raises QueueFull, TenantLimit."""
         if self._loop.live.get(request.request_id) is None:
-            self._check_queue()
+            self._check_queue(request)
             self._check_tenant(request)
+        submission = Submission(request, payload_digest)
         # A task of its own: a request that is durable reaches the core whatever has become of its client's call.
-        arrival = Arrival(payload_digest, asyncio.create_task(self._write(Submission(request, payload_digest), actions)))
+        arrival = Arrival(payload_digest, request.best_of, asyncio.create_task(self._write(submission, actions)))
         # Who waits for it may be gone when it fails.
         arrival.outcome.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._arriving[request.request_id] = arrival
-        self._loop.live.tenants.came(request)
+        for choice in submission.requests:
+            self._loop.live.tenants.came(choice)
         return arrival
 
     async def _write(self, submission: Submission, actions: Sequence[Action]) -> Outcome:
         try:
             outcome = await self._writer.submit(submission, *actions)
             if outcome is Outcome.WRITTEN:
-                self._loop.accept(submission.request)
+                self._loop.accept(*submission.requests)
         except LedgerUnavailable as error:
             raise Unavailable("the database cannot be written for now", RETRY_DELAY_S) from error
         except LeaseLost as error:
             raise Unavailable(str(error), RETRY_DELAY_S) from error
         finally:
             # Once accepted it is counted as a live one.
-            self._loop.live.tenants.left(submission.request)
+            for choice in submission.requests:
+                self._loop.live.tenants.left(choice)
             del self._arriving[submission.request.request_id]
         return outcome
 
-    def _check_queue(self) -> None:
-        queued = self._loop.num_waiting + len(self._arriving)
-        if queued >= self._max_queue_len:
-            raise QueueFull(f"{queued} requests are queued, the most that --max-queue-len allows", RETRY_DELAY_S)
+    def _check_queue(self, request: Request) -> None:
+        """Each choice counts as a request."""
+        queued = self._loop.num_waiting + sum(arrival.num_choices for arrival in self._arriving.values())
+        if queued + request.best_of > self._max_queue_len:
+            words = f"{queued} requests are queued, --max-queue-len allows {self._max_queue_len}"
+            raise QueueFull(words if request.best_of == 1 else f"{words}, and this one counts as {request.best_of}", RETRY_DELAY_S)
 
     def _check_tenant(self, request: Request) -> None:
         tenant, limits, usage = request.tenant, self._tenant_limits(request.tenant), self._loop.live.tenants.of(request.tenant)
-        if limits.max_requests is not None and usage.requests >= limits.max_requests:
-            raise TenantLimit(f"tenant {tenant} has {usage.requests} requests, the most that it may have", RETRY_DELAY_S)
-        most, tokens = limits.max_queued_tokens, num_tokens(request)
+        if limits.max_requests is not None and usage.requests + request.best_of > limits.max_requests:
+            words = f"tenant {tenant} has {usage.requests} requests and may have {limits.max_requests}"
+            fits = request.best_of <= limits.max_requests
+            raise TenantLimit(f"{words}; this one counts as {request.best_of}", RETRY_DELAY_S if fits else None)
+        most, tokens = limits.max_queued_tokens, request.best_of * num_tokens(request)
         if most is not None and tokens > most:
             words = f"the request may come to {tokens} tokens, more than the {most} that tenant {tenant} may have queued"
             raise TenantLimit(f"{words}: ask for a lower max_tokens", retry_delay_s=None)

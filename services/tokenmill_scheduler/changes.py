@@ -9,7 +9,10 @@ from tokenmill_scheduler.core.request import Request
 
 
 def second_try(failed: Request, request_id: str, now_s: float) -> Request:
-    """The same payload, with its time limits counted from now. No client waits for it, so it runs detached."""
+    """The same payload, with its time limits counted from now. No client waits for it, so it runs detached.
+
+    Of a request for several choices, the one that failed, by itself.
+    """
     waited_s = now_s - failed.arrival_s
     return replace(
         failed,
@@ -19,6 +22,10 @@ def second_try(failed: Request, request_id: str, now_s: float) -> Request:
         queue_deadline_s=None if failed.queue_deadline_s is None else failed.queue_deadline_s + waited_s,
         detached=True,
         retry_of=failed.request_id,
+        parent="",
+        choice=0,
+        n=1,
+        best_of=1,
     )
 
 

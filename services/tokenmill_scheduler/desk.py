@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -116,6 +117,7 @@ class Ended:
     num_output_tokens: int
     error: str = ""
     error_code: int = 0
+    cached_tokens: int = 0
 
 
 class ChunkStream(Protocol):
@@ -223,14 +225,23 @@ class Desk(Protocol):
 
     def models(self) -> tuple[ServedModel, ...]: ...
 
+    def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
+        """Of a prompt of so many tokens, the most that an executor can ever run at once; None if that is not known now."""
+
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
-        """Returns once the request is durable. Raises RequestExists, QueueFull, TenantLimit, Unavailable."""
+        """Returns once the request is durable, with all its choices. Raises RequestExists, QueueFull, TenantLimit, Unavailable."""
 
     async def attach(self, request_id: str, next_index: int) -> Attachment:
-        """Raises UnknownRequest, IndexAhead."""
+        """To one request, or to one choice: the id of a request is that of its first. Raises UnknownRequest, IndexAhead."""
+
+    async def attach_all(self, next_indexes: Mapping[str, int]) -> tuple[Attachment, ...]:
+        """As `attach`, to all of them, each from an index on, or to none."""
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
-        """Returns once it is durable. `actor` is the operator who does it, empty for the client. Raises UnknownRequest."""
+        """Returns once it is durable. `actor` is the operator who does it, empty for the client. Raises UnknownRequest.
+
+        The id of a request stands for all its choices here and in `update`, that of a further choice for it alone.
+        """
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""

@@ -117,4 +117,5 @@ def _feed(followed: _Followed, stored: StoredRequest, output: StoredOutput) -> N
 def ended(stored: StoredRequest) -> Ended:
     """How a stored request has ended."""
     assert stored.finish_reason is not None
-    return Ended(stored.state, stored.finish_reason, stored.num_output_tokens, stored.error, stored.error_code)
+    ending = (stored.finish_reason, stored.num_output_tokens, stored.error, stored.error_code, stored.cached_tokens)
+    return Ended(stored.state, *ending)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from tokenmill_scheduler.core.choices import MAX_CHOICES, choice_id
 from tokenmill_scheduler.core.records import TokensGenerated, Transitioned, Updated
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.desk import Ended, Unavailable
@@ -32,6 +33,7 @@ class LiveRequest:
     text: TextStream | None = None
     text_fed: int = 0
     read_elsewhere: bool = False
+    cached_tokens: int = 0
 
 
 class LiveRequests:
@@ -49,6 +51,10 @@ class LiveRequests:
 
     def get(self, request_id: str) -> LiveRequest | None:
         return self._by_id.get(request_id)
+
+    def choices(self, request_id: str) -> list[str]:
+        """What of a request has not ended: its choices, or the one that is named."""
+        return [name for choice in range(MAX_CHOICES) if self.runs(name := choice_id(request_id, choice))]
 
     def runs(self, request_id: str) -> bool:
         """Whether there is such a request and it has not ended."""
@@ -144,6 +150,8 @@ class LiveRequests:
         live = self._by_id[record.request_id]
         self.tenants.moved(live.request, live.state, record.after)
         live.state = record.after
+        if record.cached_tokens is not None:
+            live.cached_tokens = record.cached_tokens
         if record.after in TERMINAL:
             self.with_stop_strings -= bool(live.request.stop)
             live.text = None
@@ -160,7 +168,8 @@ class LiveRequests:
         live = self._by_id[record.request_id]
         assert record.finish_reason is not None
         feed = live.feed
-        feed.end(Ended(record.after, record.finish_reason, feed.committed, record.error, record.error_code))
+        ending = (record.finish_reason, feed.committed, record.error, record.error_code, live.cached_tokens)
+        feed.end(Ended(record.after, *ending))
         if not feed.readers:
             del self._by_id[record.request_id]
 

@@ -108,15 +108,32 @@ class Loop:
 
     # ---- requests --------------------------------------------------------------------------------------------------------------
 
-    def accept(self, request: Request) -> None:
-        """Takes up a request that has just become durable."""
+    def accept(self, request: Request, *further: Request) -> None:
+        """Takes up a request that has just become durable, with all its choices."""
         now_s = self.clock()
-        self.live.add(LiveRequest(request, State.WAITING, Feed()), now_s)
-        self.metrics.accept(request, now_s)
-        self.handle(core.Submitted(request))
+        for choice in (request, *further):
+            self.live.add(LiveRequest(choice, State.WAITING, Feed()), now_s)
+            self.metrics.accept(choice, now_s)
+        self.handle(core.Submitted(request, choices=further))
 
-    def resume(self, request: Request, state: State, output: StoredOutput, feed: Feed | None = None) -> None:
-        """Takes up a request of another process from its stored tokens. `feed`: one that readers here have followed it by."""
+    def resume(
+        self,
+        request: Request,
+        state: State,
+        output: StoredOutput,
+        feed: Feed | None = None,
+        further: Sequence[tuple[Request, Feed | None]] = (),
+    ) -> None:
+        """Takes up a request of another process from its stored tokens, with further choices of it that wait as it does.
+
+        `feed`: one that readers here have followed it by.
+        """
+        self._take_up(request, state, output, feed)
+        for choice, choice_feed in further:
+            self._take_up(choice, state, StoredOutput(0, ()), choice_feed)
+        self.handle(core.Submitted(request, output.token_ids, state, tuple([choice for choice, _ in further])))
+
+    def _take_up(self, request: Request, state: State, output: StoredOutput, feed: Feed | None) -> None:
         feed = feed or Feed()
         feed.bring_up_to(output.token_ids, output.logprobs)
         now_s = self.clock()
@@ -124,7 +141,6 @@ class Loop:
         self.metrics.take_up(request, state, bool(output.token_ids), now_s)
         if feed.readers:
             self.live.reader_came(request.request_id)
-        self.handle(core.Submitted(request, output.token_ids, state))
 
     def handle(self, event: Event, *actions: Action) -> None:
         """One event through the core; its effects are under way on return, and a plan that they make possible is soon asked for.
@@ -211,6 +227,11 @@ class Loop:
     @property
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """To be asked; events go through `handle`."""
+        return self._scheduler
 
     # ---- life ------------------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.ledger.port import StoredOutput, StoredRequest
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.streams import Feed
@@ -18,9 +19,20 @@ def take_up(
     unfinished: Sequence[tuple[StoredRequest, StoredOutput]],
     hand_over: Callable[[str], Feed | None] = lambda request_id: None,
 ) -> None:
-    """Queues them in this order. `hand_over` gives the feed of a request that clients here have followed at its last scheduler."""
+    """Queues them in this order. `hand_over` gives the feed of a request that clients here have followed at its last scheduler.
+
+    Choices of one request that have not run are admitted together, as they would have been; all others one by one.
+    """
+    waiting: dict[str, list[Request]] = {}
+    for stored, _ in unfinished:
+        if stored.state is State.WAITING:
+            waiting.setdefault(stored.request.group_id, []).append(stored.request)
     for stored, output in unfinished:
-        loop.resume(stored.request, stored.state, output, hand_over(stored.request.request_id))
+        request = stored.request
+        gang = waiting[request.group_id] if stored.state is State.WAITING else [request]
+        if gang[0] is request:
+            further = [(choice, hand_over(choice.request_id)) for choice in gang[1:]]
+            loop.resume(request, stored.state, output, hand_over(request.request_id), further)
     if unfinished:
         tokens = sum(len(output.token_ids) for _, output in unfinished)
         detached = sum(stored.request.detached for stored, _ in unfinished)

@@ -7,12 +7,14 @@ Must not know: protobuf, SQL, the plan protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.changes import changes_in_words, second_try
 from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.desk import (
     Attachment,
@@ -53,6 +55,22 @@ from tokenmill_scheduler.streams import Feed, FeedReader, check_index
 from tokenmill_scheduler.tenants import TenantLimits
 
 ANNOUNCE_S = 10.0
+
+
+_NO_OUTPUT = StoredOutput(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Readable:
+    """A request to be read, with its output from the ledger if it does not run here."""
+
+    found: LiveRequest | StoredRequest
+    output: StoredOutput = _NO_OUTPUT
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that may be told."""
+        return self.found.feed.committed if isinstance(self.found, LiveRequest) else len(self.output.token_ids)
 
 
 class Service:
@@ -105,6 +123,9 @@ class Service:
     def models(self) -> tuple[ServedModel, ...]:
         return self._models.all()
 
+    def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
+        return self._loop.scheduler.most_choices(model, num_prompt_tokens, max_tokens)
+
     # ---- submit ----------------------------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
@@ -117,19 +138,40 @@ class Service:
     # ---- streams ---------------------------------------------------------------------------------------------------------------
 
     async def attach(self, request_id: str, next_index: int) -> Attachment:
+        return (await self.attach_all({request_id: next_index}))[0]
+
+    async def attach_all(self, next_indexes: Mapping[str, int]) -> tuple[Attachment, ...]:
+        # All is looked up before anybody reads: to leave again would cancel what nobody else reads.
+        while True:
+            found = {request_id: await self._look_up_output(request_id) for request_id in next_indexes}
+            if not any(self._has_come_here(readable) for readable in found.values()):
+                break
+        for request_id, next_index in next_indexes.items():
+            check_index(next_index, found[request_id].num_tokens)
+        return tuple([self._attach(found[request_id], next_index) for request_id, next_index in next_indexes.items()])
+
+    async def _look_up_output(self, request_id: str) -> _Readable:
         found = await self._look_up(request_id)
         if isinstance(found, LiveRequest):
-            reader = FeedReader(found.feed, next_index, partial(self._reader_left, request_id))
+            return _Readable(found)
+        return _Readable(found, await read_ledger(self._ledger.output, request_id))
+
+    def _has_come_here(self, readable: _Readable) -> bool:
+        """Whether it was taken over while the ledger was read."""
+        found = readable.found
+        return not isinstance(found, LiveRequest) and self._loop.live.runs(found.request.request_id)
+
+    def _attach(self, readable: _Readable, next_index: int) -> Attachment:
+        found, output = readable.found, readable.output
+        request_id = found.request.request_id
+        left = partial(self._reader_left, request_id)
+        if isinstance(found, LiveRequest):
+            reader = FeedReader(found.feed, next_index, left)
             self._loop.live.reader_came(request_id)
             return Attachment(found.request, tuple(found.feed.tokens[:next_index]), reader)
-        output = await read_ledger(self._ledger.output, request_id)
         if found.state not in TERMINAL:
-            if self._loop.live.get(request_id) is not None:
-                # It was taken over while the ledger was read.
-                return await self.attach(request_id, next_index)
-            reader = self.followers.follow(found, output, next_index, partial(self._reader_left, request_id))
+            reader = self.followers.follow(found, output, next_index, left)
             return Attachment(found.request, output.token_ids[:next_index], reader)
-        check_index(next_index, len(output.token_ids))
         feed = Feed(output.token_ids, output.logprobs)
         feed.end(ended(found))
         return Attachment(found.request, output.token_ids[:next_index], FeedReader(feed, next_index, lambda: None))
@@ -145,39 +187,57 @@ class Service:
     # ---- changes ---------------------------------------------------------------------------------------------------------------
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
-        found = await self._look_up(request_id)
+        found = await self._unended(request_id)
         if found.state in TERMINAL:
             await self._durable()
             return Cancellation(found.state, already_ended=True)
-        actions = self._actions(actor, ActionVerb.CANCEL, request_id, reason)
         if isinstance(found, LiveRequest):
             self.check_open()
-            self._loop.handle(core.Cancelled(request_id, reason), *actions)
+            self._cancel_choices(request_id, reason, actor)
             await self._durable()
             return Cancellation(found.state, already_ended=False)
-        after = await self._ask(found, Verb.CANCEL, reason, actor)
+        after = await self._ask(found, request_id, Verb.CANCEL, reason, actor)
         return Cancellation(after.state, already_ended=after.state is not State.CANCELLED)
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
-        found = await self._look_up(request_id)
+        found = await self._unended(request_id)
         detail = changes_in_words(found.request, priority, deadline_s)
-        actions = self._actions(actor, ActionVerb.UPDATE, request_id, reason, detail)
         if found.state not in TERMINAL:
             if isinstance(found, LiveRequest):
                 self.check_open()
-                self._loop.handle(core.Updated(request_id, priority, deadline_s), *actions)
+                self._update_choices(request_id, priority, deadline_s, reason, actor, detail)
                 await self._durable()
                 return await self.status(request_id)
-            found = await self._ask(found, Verb.UPDATE, reason, actor, priority, deadline_s, detail)
+            found = await self._ask(found, request_id, Verb.UPDATE, reason, actor, priority, deadline_s, detail)
         if found.state in TERMINAL:
             raise RequestEnded(f"request {request_id} has ended: {found.state}")
         return await self.status(request_id)
 
+    def _cancel_choices(self, request_id: str, reason: str, actor: str) -> None:
+        """All that have not ended, or the one that is named."""
+        choices = self._loop.live.choices(request_id)
+        # A command that comes twice finds its request as it left it, and an ended one is not cancelled again.
+        actions = self._actions(actor, ActionVerb.CANCEL, request_id, reason) if choices else ()
+        for choice in choices:
+            self._loop.handle(core.Cancelled(choice, reason), *actions)
+            actions = ()
+
+    def _update_choices(
+        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str, actor: str, detail: str
+    ) -> None:
+        """As `_cancel_choices`."""
+        choices = self._loop.live.choices(request_id)
+        actions = self._actions(actor, ActionVerb.UPDATE, request_id, reason, detail) if choices else ()
+        for choice in choices:
+            self._loop.handle(core.Updated(choice, priority, deadline_s), *actions)
+            actions = ()
+
     async def _ask(
         self,
         stored: StoredRequest,
+        request_id: str,
         verb: Verb,
         reason: str,
         actor: str,
@@ -185,13 +245,14 @@ class Service:
         deadline_s: float | None = None,
         detail: str = "",
     ) -> StoredRequest:
-        """Has the scheduler that has it change the request, which is returned. Raises Unavailable when it has changed hands.
+        """Has the scheduler that has it change the request, of which `stored` is a choice. Returns that one as it is then.
 
-        The action is recorded there, with the change: also when this one's caller has gone meanwhile.
+        Raises Unavailable when it has changed hands. The action is recorded there, with the change: also when this one's caller has
+        gone meanwhile.
         """
         if stored.lease is None or not stored.scheduler:
             raise self._changing(stored.request.request_id)
-        await self.relay.ask(Command(stored.lease, stored.request.request_id, verb, reason, priority, deadline_s, actor, detail))
+        await self.relay.ask(Command(stored.lease, request_id, verb, reason, priority, deadline_s, actor, detail))
         after = await self._find(stored.request.request_id)
         if after.state not in TERMINAL and after.lease != stored.lease:
             raise self._changing(stored.request.request_id)
@@ -217,16 +278,13 @@ class Service:
         """What other schedulers ask of this one; of requests that have ended, nothing. Raises Unavailable."""
         self.check_open()
         for command in commands:
-            request_id, reason = command.request_id, command.reason
-            # A command that comes twice finds its request as it left it, and an ended one is not cancelled again.
-            actor = command.actor if self._loop.live.runs(request_id) else ""
+            request_id, reason, actor = command.request_id, command.reason, command.actor
             match command.verb:
                 case Verb.CANCEL:
-                    actions = self._actions(actor, ActionVerb.CANCEL, request_id, reason)
-                    self._loop.handle(core.Cancelled(request_id, reason), *actions)
+                    self._cancel_choices(request_id, reason, actor)
                 case Verb.UPDATE:
-                    actions = self._actions(actor, ActionVerb.UPDATE, request_id, reason, command.detail)
-                    self._loop.handle(core.Updated(request_id, command.priority, command.deadline_s), *actions)
+                    changes = (command.priority, command.deadline_s, reason, actor, command.detail)
+                    self._update_choices(request_id, *changes)
                 case Verb.READ:
                     self._loop.live.read_elsewhere(command.request_id, self._loop.clock())
                 case Verb.LEAVE:
@@ -271,6 +329,17 @@ class Service:
 
     def load(self) -> Load:
         return self._loop.load()
+
+    async def _unended(self, request_id: str) -> LiveRequest | StoredRequest:
+        """The first choice of a request that has not ended, or just the first. Raises as `_look_up`."""
+        first = await self._look_up(request_id)
+        if first.state not in TERMINAL:
+            return first
+        for other in choice_ids(first.request)[1:]:
+            found = await self._look_up(other)
+            if found.state not in TERMINAL:
+                return found
+        return first
 
     async def _look_up(self, request_id: str) -> LiveRequest | StoredRequest:
         """The live request, or else the one from the ledger, ended or another scheduler's. Raises UnknownRequest."""

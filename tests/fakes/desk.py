@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Self
 
+from tokenmill_scheduler.core.choices import choice_ids, further_choices
 from tokenmill_scheduler.core.records import Blocks, TokenLogprobs
 from tokenmill_scheduler.core.request import QUEUED, FinishReason, Request, State
 from tokenmill_scheduler.desk import (
@@ -128,6 +129,9 @@ class FakeDesk:
     def models(self) -> tuple[ServedModel, ...]:
         return tuple(self.served.values())
 
+    def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
+        return max(1, self.served[model].pool_tokens // (num_prompt_tokens + 1))
+
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
         await asyncio.sleep(0)
         if self.shutting_down:
@@ -138,10 +142,11 @@ class FakeDesk:
             return Submitted(request.request_id, joined=True)
         if sum(entry.ended is None for entry in self.entries.values()) >= self.queue_limit:
             raise QueueFull("the queue is full", retry_delay_s=0.25)
-        entry = Entry(request, payload_digest, self.served[request.model].text.stream_of(request))
-        entry.transitions.append(StoredTransition(None, State.WAITING, request.arrival_s, "submitted"))
-        self.entries[request.request_id] = entry
-        self._wake(entry)
+        for choice in (request, *further_choices(request)):
+            entry = Entry(choice, payload_digest, self.served[request.model].text.stream_of(choice))
+            entry.transitions.append(StoredTransition(None, State.WAITING, request.arrival_s, "submitted"))
+            self.entries[choice.request_id] = entry
+            self._wake(entry)
         return Submitted(request.request_id, joined=False)
 
     async def attach(self, request_id: str, next_index: int) -> Attachment:
@@ -151,15 +156,23 @@ class FakeDesk:
             raise IndexAhead(f"{request_id} has {len(entry.tokens)} tokens")
         return Attachment(entry.request, tuple(entry.tokens[:next_index]), FakeChunks(self, entry, next_index))
 
+    async def attach_all(self, next_indexes: Mapping[str, int]) -> tuple[Attachment, ...]:
+        for request_id, next_index in next_indexes.items():
+            if next_index > len(self._entry(request_id).tokens):
+                raise IndexAhead(f"{request_id} has fewer tokens")
+        return tuple([await self.attach(request_id, next_index) for request_id, next_index in next_indexes.items()])
+
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
         await asyncio.sleep(0)
-        entry = self._entry(request_id)
-        if entry.ended is not None:
-            return Cancellation(entry.state, already_ended=True)
+        choices = [self.entries[choice] for choice in choice_ids(self._entry(request_id).request)]
+        running = [entry for entry in choices if entry.ended is None]
+        if not running:
+            return Cancellation(choices[0].state, already_ended=True)
         self.changes.append(("cancel", request_id, reason, actor))
-        self._end(entry, State.CANCELLED, FinishReason.CANCELLED, reason)
-        self._wake(entry)
-        return Cancellation(entry.state, already_ended=False)
+        for entry in running:
+            self._end(entry, State.CANCELLED, FinishReason.CANCELLED, reason)
+            self._wake(entry)
+        return Cancellation(State.CANCELLED, already_ended=False)
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""

@@ -26,7 +26,7 @@ from tokenmill_scheduler.intake.fields import (
     is_tenant,
 )
 from tokenmill_scheduler.intake.prompt import check_length, read_prompt
-from tokenmill_scheduler.intake.sampling import Room, read_sampling
+from tokenmill_scheduler.intake.sampling import Choices, Room, read_choices, read_sampling
 from tokenmill_scheduler.intake.violations import InvalidArgument, Violations
 
 MAX_TIMEOUT_S = 366 * 24 * 3600
@@ -70,6 +70,9 @@ class Intake:
         check_length(len(prompt), "request.prompt", model, self._max_prompt_tokens, violations)
         room = _room(len(prompt), model)
         sampling = read_sampling(spec.sampling, "request.sampling", model.vocab_size, room, lambda: self._randbits(63), violations)
+        choices = read_choices(spec.sampling, "request.sampling", violations)
+        if choices.best_of > 1:
+            self._check_choices(choices, model, len(prompt), sampling.max_tokens, violations)
         violations.raise_any()
         now_s = self._clock()
         request = Request(
@@ -87,6 +90,9 @@ class Intake:
             include_stop=spec.sampling.include_stop_str_in_output,
             lane=Lane(spec.lane) if spec.lane else Lane.STANDARD,
             queue_deadline_s=now_s + _seconds(spec.queue_timeout) if spec.HasField("queue_timeout") else None,
+            n=choices.n,
+            best_of=choices.best_of,
+            logprobs_hidden=choices.logprobs_hidden,
         )
         return Taken(request, digest_payload(spec, detached))
 
@@ -97,6 +103,16 @@ class Intake:
         token_ids = await read_prompt(prompt, "prompt", model, violations)
         violations.raise_any()
         return model, list(token_ids)
+
+    def _check_choices(
+        self, choices: Choices, model: ServedModel, num_prompt_tokens: int, max_tokens: int, violations: Violations
+    ) -> None:
+        """All are admitted together, so there must be an executor that can hold them."""
+        most = self._desk.most_choices(model.name, max(num_prompt_tokens, 1), max(max_tokens, 1))
+        if most is not None and choices.best_of > most:
+            field = "best_of" if choices.best_of > choices.n else "n"
+            words = f"no executor has room for more than {most} choices of this prompt at once; got {choices.best_of}"
+            violations.add(f"request.sampling.{field}", words)
 
     def _model(self, name: str, field: str) -> ServedModel:
         if not name and len(models := self._desk.models()) > 1:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tokenmill.inference.v1.types_pb2 import SamplingParams
 
+from tokenmill_scheduler.core.choices import MAX_CHOICES
 from tokenmill_scheduler.core.request import Sampling
 from tokenmill_scheduler.intake.violations import Violations
 
@@ -36,6 +37,8 @@ _RULES = {
     "max_tokens": _Rule(lambda v: v >= 1, "must be at least 1"),
     "min_tokens": _Rule(lambda v: v >= 0, "must be at least 0"),
     "logprobs": _Rule(lambda v: 0 <= v <= 20, "must be from 0 to 20"),
+    "n": _Rule(lambda v: 1 <= v <= MAX_CHOICES, f"must be from 1 to {MAX_CHOICES}"),
+    "best_of": _Rule(lambda v: 1 <= v <= MAX_CHOICES, f"must be from 1 to {MAX_CHOICES}"),
 }
 
 
@@ -45,6 +48,23 @@ class Room:
 
     most: int
     default: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How many are given out, of how many that run, and whether log probabilities are kept only to tell which."""
+
+    n: int
+    best_of: int
+    logprobs_hidden: bool
+
+
+def read_choices(params: SamplingParams, field: str, violations: Violations) -> Choices:
+    """Their ranges are checked by `read_sampling`."""
+    n = params.n if params.HasField("n") else 1
+    best_of = params.best_of if params.HasField("best_of") else n
+    violations.require(best_of >= n, f"{field}.best_of", f"must be at least n, {n}; got {best_of}")
+    return Choices(n, best_of, logprobs_hidden=best_of > n and not params.HasField("logprobs"))
 
 
 def read_sampling(
@@ -75,8 +95,13 @@ def read_sampling(
         min_tokens=params.min_tokens,
         stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
         ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        logprobs=params.logprobs if params.HasField("logprobs") else _logprobs_kept(params),
     )
+
+
+def _logprobs_kept(params: SamplingParams) -> int | None:
+    """Of the sampled tokens alone, where the best choices are to be told by them."""
+    return 0 if params.HasField("best_of") and params.best_of > max(params.n, 1) else None
 
 
 def _check_numbers(params: SamplingParams, field: str, violations: Violations) -> None:

@@ -65,7 +65,9 @@ def request_info(status: RequestStatus) -> types_pb2.RequestInfo:
         finish_reason=types_pb2.FINISH_REASON_UNSPECIFIED if stored.finish_reason is None else FINISH_REASONS[stored.finish_reason],
         error=stored.error,
         priority=request.priority,
-        usage=types_pb2.TokenCounts(prompt_tokens=len(request.prompt), output_tokens=stored.num_output_tokens),
+        usage=types_pb2.TokenCounts(
+            prompt_tokens=len(request.prompt), output_tokens=stored.num_output_tokens, cached_tokens=stored.cached_tokens
+        ),
         submitted_at=timestamp(request.arrival_s),
         first_token_at=_optional_timestamp(stored.first_token_s),
         finished_at=_optional_timestamp(stored.finished_s),
@@ -76,6 +78,9 @@ def request_info(status: RequestStatus) -> types_pb2.RequestInfo:
         executor=stored.executor,
         lane=_LANES[request.lane],
         retry_of=request.retry_of,
+        n=request.n,
+        choice=request.choice,
+        parent_id=request.parent,
     )
 
 

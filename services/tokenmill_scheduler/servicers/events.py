@@ -27,19 +27,17 @@ MAX_DELTA_TOKENS = 2_048
 class EventWriter:
     """Fills in events; messages are filled in place because copying one into another costs more than all the rest."""
 
-    def __init__(self, request: Request, next_index: int, text: TextStream | None, token_ids: bool) -> None:
-        """`text` stands at `next_index`; None when the client wants no text."""
+    def __init__(self, request: Request, next_index: int, text: TextStream | None, token_ids: bool, choice: int = 0) -> None:
+        """`text` stands at `next_index`; None when the client wants no text. `choice` is what the stream calls this one."""
         self._request = request
+        self._choice = choice
         self._next_index = next_index
         self._text = text
         self._token_ids = token_ids
 
-    def accepted(self, event: StreamEvent) -> None:
-        event.accepted.request_id = self._request.request_id
-        event.accepted.prompt_tokens = len(self._request.prompt)
-
     def delta(self, event: StreamEvent, chunk: Chunk) -> None:
         count = len(chunk.token_ids)
+        event.choice = self._choice
         delta = event.delta
         delta.first_index = chunk.first_index
         delta.token_count = count
@@ -47,7 +45,7 @@ class EventWriter:
             delta.token_ids.extend(chunk.token_ids)
         if self._text is not None:
             delta.text = self._text.feed(chunk.token_ids).text
-        if chunk.logprobs:
+        if chunk.logprobs and not self._request.logprobs_hidden:
             add_logprobs(delta, chunk.logprobs)
         self._next_index = chunk.first_index + count
 
@@ -55,18 +53,27 @@ class EventWriter:
         """The Delta with the text held back until now; False when there is none."""
         text = "" if self._text is None else self._text.finish()
         if text:
+            event.choice = self._choice
             event.delta.first_index = self._next_index
             event.delta.text = text
         return bool(text)
 
     def finished(self, event: StreamEvent, ended: Ended) -> None:
+        event.choice = self._choice
         finished = event.finished
         finished.state = STATES[ended.state]
         finished.finish_reason = FINISH_REASONS[ended.finish_reason]
         finished.usage.prompt_tokens = len(self._request.prompt)
         finished.usage.output_tokens = ended.num_output_tokens
+        finished.usage.cached_tokens = ended.cached_tokens
         finished.error = ended.error
         finished.error_code = ended.error_code
+
+
+def accepted(event: StreamEvent, request: Request, num_choices: int = 1) -> None:
+    event.accepted.request_id = request.request_id
+    event.accepted.prompt_tokens = len(request.prompt)
+    event.accepted.num_choices = num_choices
 
 
 def split(chunk: Chunk) -> Iterator[Chunk]:

@@ -8,34 +8,26 @@ know: the core, the ledger, executors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
 
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceServicer
-from tokenmill.inference.v1.types_pb2 import StreamEvent
 
-from tokenmill_scheduler.core.request import TERMINAL
-from tokenmill_scheduler.desk import Attachment, Desk, Ended, RequestStatus, Unavailable
+from tokenmill_scheduler.core.choices import choice_ids
+from tokenmill_scheduler.core.request import TERMINAL, Request
+from tokenmill_scheduler.desk import Attachment, Desk, RequestStatus
 from tokenmill_scheduler.intake import Intake, Taken
-from tokenmill_scheduler.intake.fields import read_reason, read_request_id
+from tokenmill_scheduler.intake.fields import read_next_indexes, read_reason, read_request_id
 from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.auth import check_visible, claim
-from tokenmill_scheduler.servicers.events import EventWriter, split, wants_text, wants_token_ids
+from tokenmill_scheduler.servicers.choices import R, relay_best, relay_choices, relay_one
+from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
 from tokenmill_scheduler.text.stream import TextStream
 
 # Detokenising this many tokens takes about a millisecond; more goes to a thread.
 _MANY_TOKENS = 2_000
-_SHUTDOWN_RETRY_S = 1.0
-
-
-class _Response(Protocol):
-    @property
-    def event(self) -> StreamEvent: ...
-
-
-R = TypeVar("R", bound=_Response)
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -47,9 +39,9 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         claim(request.request)
         taken = await self._intake.take(request.request, detached=request.request.detached)
-        attachment = await self._open(taken)
+        attachments = await self._open(taken)
         output = request.output if request.HasField("output") else None
-        async with aclosing(attachment.chunks), aclosing(self._relay(attachment, output, pb.GenerateResponse)) as responses:
+        async with _closing(attachments), aclosing(self._relay(attachments, (), output, pb.GenerateResponse)) as responses:
             async for response in responses:
                 yield response
 
@@ -61,13 +53,14 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncIterator[pb.AttachResponse]:
         output = request.output if request.HasField("output") else None
-        status = await self._visible(request.request_id)
+        wanted = (await self._visible(request.request_id)).stored.request
+        next_indexes = read_next_indexes(request, wanted)
         if wants_text(output):
             # Unavailable until the model is known, as after a restart. Asked before a stream is opened: closing one again would
             # cancel a request that nobody else reads.
-            self._desk.model(status.stored.request.model)
-        attachment = await self._desk.attach(request.request_id, request.next_index)
-        async with aclosing(attachment.chunks), aclosing(self._relay(attachment, output, pb.AttachResponse)) as responses:
+            self._desk.model(wanted.model)
+        attachments = await self._attach(wanted, next_indexes)
+        async with _closing(attachments), aclosing(self._relay(attachments, next_indexes, output, pb.AttachResponse)) as responses:
             async for response in responses:
                 yield response
 
@@ -93,30 +86,30 @@ class InferenceServicer(InferenceServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[convert.model(model) for model in self._desk.models()])
 
-    async def _relay(
-        self, attachment: Attachment, output: pb.OutputOptions | None, new: Callable[[], R]
+    def _relay(
+        self,
+        attachments: Sequence[Attachment],
+        next_indexes: Sequence[int],
+        output: pb.OutputOptions | None,
+        new: Callable[[], R],
     ) -> AsyncGenerator[R, None]:
-        text = None
-        if wants_text(output):
-            text = self._desk.model(attachment.request.model).text.stream_of(attachment.request)
-            await _feed(text, attachment.earlier)
-        writer = EventWriter(attachment.request, len(attachment.earlier), text, wants_token_ids(output))
-        writer.accepted((response := new()).event)
-        yield response
-        async for item in attachment.chunks:
-            if isinstance(item, Ended):
-                break
-            for part in split(item):
-                writer.delta((response := new()).event, part)
-                yield response
-        else:
-            raise Unavailable("the stream ended before the request did; attach again", _SHUTDOWN_RETRY_S)
-        if writer.held((response := new()).event):
-            yield response
-        writer.finished((response := new()).event, item)
-        yield response
+        """`next_indexes`, where there are several choices: of each that is given out; empty: 0."""
+        request = attachments[0].request
 
-    async def _open(self, taken: Taken) -> Attachment:
+        async def make_writer(choice: Request, earlier: tuple[int, ...], number: int) -> EventWriter:
+            text = None
+            if wants_text(output):
+                text = self._desk.model(choice.model).text.stream_of(choice)
+                await _feed(text, earlier)
+            return EventWriter(choice, len(earlier), text, wants_token_ids(output), number)
+
+        if len(attachments) == 1:
+            return relay_one(attachments[0], make_writer, new)
+        if request.best_of > request.n:
+            return relay_best(attachments, next_indexes or (0,) * request.n, make_writer, new)
+        return relay_choices(attachments, make_writer, new)
+
+    async def _open(self, taken: Taken) -> tuple[Attachment, ...]:
         """Submits and attaches as one: a client that goes in between must not leave a request behind that nobody reads."""
         opening = asyncio.ensure_future(self._submit_and_attach(taken))
         try:
@@ -127,9 +120,16 @@ class InferenceServicer(InferenceServiceServicer):
             leaving.add_done_callback(self._leaving.discard)
             raise
 
-    async def _submit_and_attach(self, taken: Taken) -> Attachment:
-        submitted = await self._desk.submit(taken.request, taken.payload_digest)
-        return await self._desk.attach(submitted.request_id, 0)
+    async def _submit_and_attach(self, taken: Taken) -> tuple[Attachment, ...]:
+        await self._desk.submit(taken.request, taken.payload_digest)
+        return await self._attach(taken.request, ())
+
+    async def _attach(self, request: Request, next_indexes: Sequence[int]) -> tuple[Attachment, ...]:
+        """To all choices of a request, or to the one that it is. Where the best are given out, those are known in the end."""
+        choices = choice_ids(request)
+        if len(choices) != len(next_indexes):
+            next_indexes = (0,) * len(choices)
+        return await self._desk.attach_all(dict(zip(choices, next_indexes, strict=True)))
 
     async def _visible(self, request_id: str) -> RequestStatus:
         """Of a request that the caller may know of. Raises InvalidArgument, UnknownRequest."""
@@ -145,10 +145,20 @@ class InferenceServicer(InferenceServiceServicer):
         return shown + text.finish() if status.stored.state in TERMINAL else shown
 
 
-async def _close_once_open(opening: asyncio.Future[Attachment]) -> None:
+async def _close_once_open(opening: asyncio.Future[tuple[Attachment, ...]]) -> None:
     await asyncio.wait([opening])
     if opening.exception() is None:
-        await opening.result().chunks.aclose()
+        async with _closing(opening.result()):
+            pass
+
+
+@asynccontextmanager
+async def _closing(attachments: Sequence[Attachment]) -> AsyncIterator[None]:
+    """Every one, whatever happens at another."""
+    async with AsyncExitStack() as stack:
+        for attachment in attachments:
+            stack.push_async_callback(attachment.chunks.aclose)
+        yield
 
 
 async def _feed(text: TextStream, token_ids: tuple[int, ...]) -> str:
