@@ -3,8 +3,8 @@
     python benchmarks/scheduler_step.py [--running 256] [--waiting 10000] [--steps 2000] [--output FILE]
 
 Two loads: `decode` (every slot decodes to the end of the measurement) and `churn` (requests end and others are admitted all the
-time). Also the cost of the single events that touch the queue. Times are the thread's own processor time, so that a busy machine
-does not blur them. Prints a table and writes it as markdown.
+time), under each policy, and with lanes and tenants in play, too (`shared`). Also the cost of the single events that touch the queue.
+Times are the thread's own processor time, so that a busy machine does not blur them. Prints a table and writes it as markdown.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_scheduler.core.mirror import BlockHashes
+from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.records import (
     Blocks,
     Cancelled,
@@ -34,7 +35,7 @@ from tokenmill_scheduler.core.records import (
     Submitted,
     Updated,
 )
-from tokenmill_scheduler.core.request import Request, Sampling
+from tokenmill_scheduler.core.request import Lane, Request, Sampling
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
 _RESULTS = Path(__file__).parent / "results"
@@ -83,9 +84,11 @@ class Row:
 
 
 class Bench:
-    def __init__(self, policy: str, running: int, waiting: int, max_tokens: Callable[[int], int]) -> None:
-        self.running, self.waiting, self.max_tokens = running, waiting, max_tokens
-        self.scheduler = Scheduler(SchedulerConfig(running, 4096, policy=policy))
+    """`shared`: requests of 3 lanes and 100 tenants, which share fairly."""
+
+    def __init__(self, policy: str, running: int, waiting: int, max_tokens: Callable[[int], int], shared: bool = False) -> None:
+        self.running, self.waiting, self.max_tokens, self.shared = running, waiting, max_tokens, shared
+        self.scheduler = Scheduler(SchedulerConfig(running, 4096, policy=policy, fair_share=shared))
         caching = policy == "lpm"
         self.executor = _Executor(hit=_HIT if caching else 0)
         self.submitted = 0
@@ -105,7 +108,10 @@ class Bench:
     def submit(self) -> str:
         self.submitted += 1
         sampling = Sampling(self.max_tokens(self.submitted), seed=1)
-        request = Request(f"r{self.submitted}", "m", tuple(range(64)), sampling, float(self.submitted), self.submitted % 5)
+        number = self.submitted
+        request = Request(f"r{number}", "m", tuple(range(64)), sampling, float(number), number % 5, 1e6 + number * 7 % 10_000)
+        if self.shared:
+            request = replace(request, tenant=f"t{number % 100}", lane=Lane(number % 3 + 1))
         self.scheduler.handle(Submitted(request), 0.0)
         return request.request_id
 
@@ -132,15 +138,16 @@ def _timed(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def _steps(policy: str, running: int, waiting: int, steps: int) -> list[Row]:
-    decode = Bench(policy, running, waiting, lambda i: 90_000)
-    rows = [_row(f"step, decode, {policy}", [decode.step() for _ in range(steps)])]
-    churn = Bench(policy, running, waiting, lambda i: 20 + i % 180)
+def _steps(policy: str, running: int, waiting: int, steps: int, shared: bool = False) -> list[Row]:
+    name = f"{policy}, shared" if shared else policy
+    decode = Bench(policy, running, waiting, lambda i: 90_000, shared)
+    rows = [_row(f"step, decode, {name}", [decode.step() for _ in range(steps)])]
+    churn = Bench(policy, running, waiting, lambda i: 20 + i % 180, shared)
     seconds = []
     for _ in range(steps):
         seconds.append(churn.step())
         churn.fill()
-    return [*rows, _row(f"step, churn, {policy}", seconds)]
+    return [*rows, _row(f"step, churn, {name}", seconds)]
 
 
 def _events(running: int, waiting: int, count: int) -> list[Row]:
@@ -176,7 +183,10 @@ def main() -> None:
     options = parser.parse_args()
     gc.freeze()
     rows = [
-        row for policy in ("fcfs", "priority", "lpm") for row in _steps(policy, options.running, options.waiting, options.steps)
+        row
+        for shared in (False, True)
+        for policy in POLICIES
+        for row in _steps(policy, options.running, options.waiting, options.steps, shared)
     ]
     rows += _events(options.running, options.waiting, min(1_000, options.waiting))
     text = _markdown(rows, options.running, options.waiting)

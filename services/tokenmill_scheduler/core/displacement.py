@@ -76,8 +76,8 @@ class Displacement:
         lanes = [lane for lane, waiting in queue.lanes.items() if waiting.lines]
         if not lanes or (self._roster.paused and not queue.num_resuming):
             return False
-        lowest_running = max((lane for lane, count in executor.slots_by_lane().items() if count), default=lanes[0])
-        if lanes[0] < lowest_running:
+        guaranteed = guaranteed_slots(queue.ordering.lane_shares, executor.max_num_seqs)
+        if any(lanes[0] < lane and count > guaranteed[lane] for lane, count in executor.running_by_lane.items()):
             return True
         if not queue.ordering.policy.displaces or queue.ordering.fair_share:
             return False

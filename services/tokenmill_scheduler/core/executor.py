@@ -38,6 +38,7 @@ class ExecutorState:
     mirror: Mirror = field(init=False)
     joined: bool = True
     running: dict[int, Sequence] = field(default_factory=dict)
+    running_by_lane: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, 0))
     leaving: dict[int, Sequence] = field(default_factory=dict)
     to_release: list[int] = field(default_factory=list)
     plans_out: deque[PlanOut] = field(default_factory=deque)
@@ -70,6 +71,12 @@ class ExecutorState:
     def slots_taken(self) -> int:
         """A sequence that the plans out bring to its end takes part in no further step: its slot is free already (C36)."""
         return sum(not sequence.exhausted for sequence in self.running.values())
+
+    def take(self, sequence: Sequence) -> None:
+        """It runs here from now on."""
+        assert sequence.live is not None
+        self.running[sequence.sequence_id] = sequence
+        self.running_by_lane[sequence.live.request.lane] += 1
 
     def slots_by_lane(self) -> dict[Lane, int]:
         """Of the slots taken, those of each lane."""
@@ -109,6 +116,8 @@ class ExecutorState:
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.sequence_id]
+        assert sequence.live is not None
+        self.running_by_lane[sequence.live.request.lane] -= 1
         self.leaving[sequence.sequence_id] = sequence
         # One that has not answered yet may be far ahead of its bookings, by a shared prefix: what was booked for it covers that.
         if sequence.computed or not (sequence.may_skip and sequence.plans_out):
@@ -134,6 +143,7 @@ class ExecutorState:
         sequences = [*self.leaving.values(), *self.running.values()]
         self.joined = False
         self.running, self.leaving = {}, {}
+        self.running_by_lane = dict.fromkeys(Lane, 0)
         self.to_release = []
         self.plans_out.clear()
         self.batch_room = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.queue import WaitingQueue
-from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, State
+from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, Lane, State
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.core.sequence import Sequence
@@ -89,6 +89,8 @@ def check_sequences(executor: ExecutorState, roster: Roster) -> None:
     for sequence in executor.running.values():
         assert sequence.live is not None, "a sequence runs for nobody"
         assert sequence.live.sequence is sequence
+    lanes = [sequence.live.request.lane for sequence in executor.running.values() if sequence.live is not None]
+    assert executor.running_by_lane == {lane: lanes.count(lane) for lane in Lane}
     check_leaving(executor)
 
 

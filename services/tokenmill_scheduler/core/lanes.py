@@ -6,7 +6,8 @@ work, is admitted before the others; what a lane does not use, the others may.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 
 from tokenmill_scheduler.core.request import Lane
 
@@ -15,7 +16,8 @@ LaneShares = tuple[int, int, int]
 DEFAULT_LANE_SHARES: LaneShares = (50, 40, 10)
 
 
-def guaranteed_slots(shares: Sequence[int], slots: int) -> dict[Lane, int]:
+@lru_cache(maxsize=64)
+def guaranteed_slots(shares: LaneShares, slots: int) -> Mapping[Lane, int]:
     """Of `slots`, each lane's share rounded down, and one at the least where there are enough; 0 for a share of 0.
 
     A lane that got its one slot by that takes it from the largest, so the sum is at most `slots`.

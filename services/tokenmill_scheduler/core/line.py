@@ -6,7 +6,7 @@ it, and moving ten thousand pointers costs a few microseconds.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from tokenmill_scheduler.core.alarms import Alarms
@@ -15,35 +15,57 @@ from tokenmill_scheduler.core.ordering import Ordering
 from tokenmill_scheduler.core.policy import Rank
 
 
+class Sorted:
+    """Requests by rank; each rank is unique."""
+
+    __slots__ = ("queued", "ranks")
+
+    def __init__(self) -> None:
+        self.ranks: list[Rank] = []
+        self.queued: list[LiveRequest] = []
+
+    def add(self, rank: Rank, live: LiveRequest) -> None:
+        index = bisect_left(self.ranks, rank)
+        self.ranks.insert(index, rank)
+        self.queued.insert(index, live)
+
+    def remove(self, rank: Rank, live: LiveRequest) -> None:
+        index = bisect_left(self.ranks, rank)
+        assert self.queued[index] is live, "the line is out of order"
+        del self.ranks[index]
+        del self.queued[index]
+
+    def after(self, rank: Rank) -> int:
+        """The place of the first that is behind `rank`."""
+        return bisect_right(self.ranks, rank)
+
+
 class Line:
     """Iterates soonest first. A request keeps the rank that it had when it was added. `turn` counts admissions of others since the
-    oldest was last admitted."""
+    oldest was last admitted. `of_tenant` has the same requests apart by tenant, where a line has those of several."""
 
     def __init__(self, ordering: Ordering) -> None:
         self.turn = 0
+        self.all = Sorted()
+        self.of_tenant: dict[str, Sorted] = {}
         self._ordering = ordering
-        self._ranks: list[Rank] = []
-        self._queued: list[LiveRequest] = []
         # For look-up only.
         self._rank_of: dict[LiveRequest, Rank] = {}
         self._ids: dict[str, LiveRequest] = {}
         self._arrivals = Alarms()
 
     def __len__(self) -> int:
-        return len(self._queued)
+        return len(self._rank_of)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(self._queued)
+        return iter(self.all.queued)
 
     def __contains__(self, live: LiveRequest) -> bool:
         return live in self._rank_of
 
-    def copy(self) -> list[LiveRequest]:
-        return self._queued.copy()
-
     @property
     def head(self) -> LiveRequest:
-        return self._queued[0]
+        return self.all.queued[0]
 
     @property
     def oldest(self) -> LiveRequest:
@@ -53,18 +75,21 @@ class Line:
 
     def add(self, live: LiveRequest) -> None:
         rank = self._ordering.rank(live)
-        index = bisect_left(self._ranks, rank)
-        self._ranks.insert(index, rank)
-        self._queued.insert(index, live)
+        self.all.add(rank, live)
+        if not self._ordering.fair_share:
+            self.of_tenant.setdefault(live.request.tenant, Sorted()).add(rank, live)
         self._rank_of[live] = rank
         self._ids[live.request_id] = live
         self._arrivals.set(live.request_id, live.request.arrival_s, live.ordinal)
 
     def remove(self, live: LiveRequest) -> None:
-        index = bisect_left(self._ranks, self._rank_of.pop(live))
-        assert self._queued[index] is live, "the line is out of order"
-        del self._ranks[index]
-        del self._queued[index]
+        rank = self._rank_of.pop(live)
+        self.all.remove(rank, live)
+        of_tenant = self.of_tenant.get(live.request.tenant)
+        if of_tenant is not None:
+            of_tenant.remove(rank, live)
+            if not of_tenant.queued:
+                del self.of_tenant[live.request.tenant]
         del self._ids[live.request_id]
         self._arrivals.discard(live.request_id)
 
@@ -78,6 +103,8 @@ class Line:
 
     def check(self) -> None:
         """Raises AssertionError when it is out of order."""
-        assert self._ranks == sorted(self._ranks), "a line is out of order"
-        assert [self._rank_of[live] for live in self._queued] == self._ranks
-        assert len(self._rank_of) == len(self._ids) == len(self._arrivals) == len(self._queued)
+        for part in (self.all, *self.of_tenant.values()):
+            assert part.ranks == sorted(part.ranks), "a line is out of order"
+            assert [self._rank_of[live] for live in part.queued] == part.ranks
+        assert len(self._rank_of) == len(self._ids) == len(self._arrivals) == len(self.all.queued)
+        assert self._ordering.fair_share or len(self) == sum(len(part.queued) for part in self.of_tenant.values())

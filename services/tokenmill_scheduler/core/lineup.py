@@ -11,12 +11,13 @@ Here it looks at WINDOW requests of a plan only, so that a step's cost is bounde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from tokenmill_scheduler.core.lanes import guaranteed_slots
 from tokenmill_scheduler.core.line import Line
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.ordering import Ordering
+from tokenmill_scheduler.core.policy import Rank
 from tokenmill_scheduler.core.queue import LaneQueue, WaitingQueue
 from tokenmill_scheduler.core.request import Lane, State
 
@@ -147,34 +148,34 @@ class _Lane:
 
 
 class _Line:
-    """What is left of one line."""
+    """What is left of one line: first the window, sorted by hits, then all behind it. A place is a rank, so that the line may change."""
 
     def __init__(self, line: Line, ordering: Ordering, looks: _Looks) -> None:
         self._line = line
         self._ordering = ordering
         self._looks = looks
         self._turn = line.turn
-        self._waiting = self._sort(line.copy())
-        self._next_index = 0
-        # Those that went before their turn in `waiting`; for look-up only.
+        self._rank: Rank = ()
+        self._window = self._look_for_hits()
+        # Those of each tenant that is not skipped, by rank, once one is.
+        self._apart: list[tuple[Rank, str]] | None = None
+        # Those that went before their turn; for look-up only.
         self._went_for_age: dict[LiveRequest, None] = {}
+        self._first: LiveRequest | None = None
         self._last_is_oldest = False
 
     def next(self) -> LiveRequest | None:
-        while self._next_index < len(self._waiting):
-            first = self._waiting[self._next_index]
-            if first in self._went_for_age or not self._looks.takes(first):
-                self._next_index += 1
-                continue
-            oldest = self._line.oldest if self._ordering.policy.overtakes else None
-            self._last_is_oldest = first is oldest
-            if oldest is not None and self._goes_before(first, oldest):
-                self._last_is_oldest = True
-                self._went_for_age[oldest] = None
-                return oldest
-            self._next_index += 1
-            return first
-        return None
+        first = self._peek()
+        if first is None:
+            return None
+        oldest = self._line.oldest if self._ordering.policy.overtakes else None
+        self._last_is_oldest = first is oldest
+        if oldest is not None and self._goes_before(first, oldest):
+            self._last_is_oldest = True
+            self._went_for_age[oldest] = None
+            return oldest
+        self._first = None
+        return first
 
     def admitted(self) -> None:
         """The one given out last."""
@@ -182,16 +183,55 @@ class _Line:
 
     def _goes_before(self, first: LiveRequest, oldest: LiveRequest) -> bool:
         """For its age; not before a preempted one, which has waited its turn once."""
-        if first is oldest or first.state is State.PREEMPTED or oldest in self._went_for_age or not self._looks.takes(oldest):
+        if first.state is State.PREEMPTED or oldest in self._went_for_age or not self._looks.takes(oldest):
             return False
-        return self._ordering.ages(oldest, self._turn, self._looks.now_s)
+        return first is not oldest and self._ordering.ages(oldest, self._turn, self._looks.now_s)
 
-    def _sort(self, waiting: list[LiveRequest]) -> list[LiveRequest]:
-        """By longest hit, those in the window; preempted ones stay first."""
-        hit, count = self._looks.hit, min(self._looks.left, len(waiting))
-        if hit is None or count == 0:
-            return waiting
-        self._looks.left -= count
-        hits = {live: 0 if live.state is State.PREEMPTED else hit(live) for live in waiting[:count]}
-        window = sorted(hits, key=lambda live: (live.state is not State.PREEMPTED, -hits[live]))
-        return window + waiting[count:]
+    def _peek(self) -> LiveRequest | None:
+        while self._first is None or self._first in self._went_for_age or not self._looks.takes(self._first):
+            self._first = self._window.pop() if self._window else self._behind()
+            if self._first is None:
+                return None
+        return self._first
+
+    def _behind(self) -> LiveRequest | None:
+        """The next one behind `_rank`, of a tenant that is not skipped."""
+        if self._looks.skipped and self._line.of_tenant:
+            return self._behind_of_others()
+        index = self._line.all.after(self._rank)
+        if index == len(self._line.all.queued):
+            return None
+        self._rank = self._line.all.ranks[index]
+        return self._line.all.queued[index]
+
+    def _behind_of_others(self) -> LiveRequest | None:
+        """A merge, so that ten thousand requests of one tenant are skipped at once."""
+        if self._apart is None:
+            of_others = ((name, part) for name, part in self._line.of_tenant.items() if name not in self._looks.skipped)
+            self._apart = [(part.ranks[at], name) for name, part in of_others if (at := part.after(self._rank)) < len(part.ranks)]
+            heapify(self._apart)
+        while self._apart:
+            rank, name = heappop(self._apart)
+            part = self._line.of_tenant.get(name)
+            if part is None or name in self._looks.skipped:
+                continue
+            at = part.after(rank)
+            if at < len(part.ranks):
+                heappush(self._apart, (part.ranks[at], name))
+            # It may have left meanwhile.
+            if at and part.ranks[at - 1] == rank:
+                self._rank = rank
+                return part.queued[at - 1]
+        return None
+
+    def _look_for_hits(self) -> list[LiveRequest]:
+        """Those of the window, longest hit last, as they are popped; preempted ones are popped first."""
+        hit = self._looks.hit
+        if hit is None:
+            return []
+        window = self._line.all.queued[: self._looks.left]
+        if window:
+            self._looks.left -= len(window)
+            self._rank = self._line.all.ranks[len(window) - 1]
+        order = sorted([(live.state is not State.PREEMPTED, -hit(live), place) for place, live in enumerate(window)], reverse=True)
+        return [window[place] for _, _, place in order]

@@ -115,7 +115,7 @@ class Roster:
         sequence = Sequence(self._last_sequence_id, executor.name, live, limit, live.known, live.known)
         sequence.may_skip = executor.description.caches_prefixes
         sequence.first = live.state is State.WAITING
-        executor.running[sequence.sequence_id] = sequence
+        executor.take(sequence)
         self.quotas.admitted(sequence.sequence_id, live.request.tenant, executor.most_blocks(limit))
         live.sequence = sequence
         live.overtaken = 0
