@@ -143,6 +143,9 @@ class Loader:
             device=description.device,
             dtype=description.dtype,
             version=version("tokenmill"),
+            block_groups=[
+                pb.BlockGroup(sliding_window=group.sliding_window or 0, sinks=group.sinks) for group in description.block_groups
+            ],
         )
         if self._hasher is not None:
             response.features.append("prefix_caching")

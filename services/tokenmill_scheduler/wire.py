@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_scheduler.core.records import (
+    FULL_ATTENTION,
     Admission,
+    BlockGroup,
     Blocks,
     ExecutorDescription,
     Fault,
@@ -147,6 +149,7 @@ def facts(message: pb.DescribeResponse) -> ExecutorFacts:
             **{name: getattr(message, name) for name in limits},
             caches_prefixes=PREFIX_CACHING in message.features,
             cache_version=message.cache_version if message.prefix_caching_hash_algo == HASH_ALGORITHM else None,
+            block_groups=tuple(BlockGroup(g.sliding_window, g.sinks) for g in message.block_groups) or FULL_ATTENTION,
         ),
         tokenizer_digest=message.tokenizer_digest,
         vocab_size=message.vocab_size,

@@ -4,8 +4,8 @@
          − blocks that the plans still out may take
          − blocks booked for admitted sequences and not planned yet
 
-Both deductions are, for each sequence, `reserved − held`: the most it may have after all that is promised, less what the last result
-says it has. Blocks of a released or finished sequence become free when a result says so, never before.
+Both deductions are, for each sequence, `reserved − held`: the most it may have after all that is promised, less what the last
+result says it has. Blocks of a released or finished sequence become free when a result says so, never before.
 
 An executor's layers may be of several groups, each with blocks of its own from one pool, and those of a group with a sliding window
 come back once no token to be computed sees them, which is when the result of the tokens before it is in. So a sequence holds

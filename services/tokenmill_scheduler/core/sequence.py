@@ -28,9 +28,10 @@ class Sequence:
 
     `live` is the request its tokens are for; None once they are not wanted any more. `limit` is the number of tokens at which it
     ends for certain. `held` blocks are confirmed by results; `reserved` ≥ held are those it has or may still take without asking
-    the forecast again; that is enough to plan up to `covered` tokens. `confirm_at` is how many computed tokens change what it holds;
-    `narrowed`: it decodes, and what was booked for large chunks is given back. `finished`: the executor has let it go by itself. `bookings` has, for each plan out that advances it, by how
-    many tokens at most. `predicted` tokens are expected from the prefix cache, until its first result says how many there were.
+    the forecast again, which is enough to plan up to `covered` tokens. `confirm_at` is how many computed tokens change what it
+    holds; `narrowed`: it decodes, and what was booked for large chunks is given back. `finished`: the executor has let it go by
+    itself. `bookings` has, for each plan out that advances it, by how many tokens at most. `predicted` tokens are expected from the
+    prefix cache, until its first result says how many there were.
 
     `first`: its request has not been admitted before. `may_skip`: its first advance may find tokens that others have computed.
     `admission` makes it known to the executor, in the plan that advances it first; None after that. `siblings` are the sequences of

@@ -7,6 +7,7 @@ from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_scheduler import wire
 from tokenmill_scheduler.core.records import (
     Admission,
+    BlockGroup,
     Blocks,
     ExecutorDescription,
     Fault,
@@ -143,6 +144,9 @@ def test_what_an_executor_says_of_itself() -> None:
     facts = wire.facts(message)
     assert facts.description == ExecutorDescription("x", "m", 4, 3, 8, 2, 16, 2)
     assert (facts.tokenizer_digest, facts.vocab_size, facts.device, facts.epoch, facts.version) == ("d", 9, "cpu", 41, "1")
+    message.block_groups.add()
+    message.block_groups.add(sliding_window=512, sinks=4)
+    assert wire.facts(message).description.block_groups == (BlockGroup(), BlockGroup(512, 4))
     message.epoch = 2**63 - 1
     with pytest.raises(wire.ProtocolError, match="start it again"):
         wire.facts(message)

@@ -104,6 +104,7 @@ class DescribeResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_HASH_ALGO_FIELD_NUMBER: _builtins.int
     CACHE_VERSION_FIELD_NUMBER: _builtins.int
+    BLOCK_GROUPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The executor's name, unique in a deployment."""
     model: _builtins.str
@@ -137,6 +138,12 @@ class DescribeResponse(_message.Message):
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What this executor can do beyond the base protocol, as words, e.g. "prefix_caching"."""
 
+    @_builtins.property
+    def block_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockGroup]:
+        """Layers of several kinds have blocks of their own, all from the one pool: a sequence takes a block of each group at a time. Empty:
+        one group of full attention.
+        """
+
     def __init__(
         self,
         *,
@@ -158,14 +165,41 @@ class DescribeResponse(_message.Message):
         version: _builtins.str = ...,
         prefix_caching_hash_algo: _builtins.str = ...,
         cache_version: _builtins.str = ...,
+        block_groups: _abc.Iterable[Global___BlockGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_version", b"cache_version", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "prefix_caching_hash_algo", b"prefix_caching_hash_algo", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_size", b"block_size", "cache_version", b"cache_version", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "prefix_caching_hash_algo", b"prefix_caching_hash_algo", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class BlockGroup(_message.Message):
+    """Layers that share blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
+    sliding_window: _builtins.int
+    """Positions that a token sees, its own among them; blocks that no later token sees are dropped after the step. 0: all."""
+    sinks: _builtins.int
+    """First positions that are seen always, and kept."""
+    def __init__(
+        self,
+        *,
+        sliding_window: _builtins.int = ...,
+        sinks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sinks", b"sinks", "sliding_window", b"sliding_window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockGroup: _TypeAlias = BlockGroup  # noqa: Y015
 
 @_typing.final
 class GetTokenizerRequest(_message.Message):
