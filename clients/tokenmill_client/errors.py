@@ -58,7 +58,7 @@ class ResourceExhausted(TokenmillError):
 
 
 class QueueFull(ResourceExhausted):
-    """The queue is at its limit; try again after `retry_delay_s`."""
+    """There is no room for it now, in the queue or for its tenant or lane; try again after `retry_delay_s`."""
 
 
 class Unavailable(TokenmillError):

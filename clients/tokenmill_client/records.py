@@ -317,3 +317,8 @@ class Load:
     wait_reasons: Mapping[str, int]
     streams_open: int
     finished: Mapping[str, int]
+    overload_stage: int
+    overload_reason: str
+    recomputed_tokens: int
+    overload_changes: int
+    queued_tokens: int

@@ -10,19 +10,24 @@ import hashlib
 import hmac
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import structlog
 from tokenmill_service.flags import SettingsError
 
-from tokenmill_scheduler.tenants import TenantLimits
+from tokenmill_scheduler.core.quotas import Quota
+from tokenmill_scheduler.tenants import OVER_QUOTA, TenantLimits
 
 CHECK_INTERVAL_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# The keys of a tenant's table, in `TenantLimits` and in its `Quota`.
+_LIMITS = ("max_requests", "max_queued_tokens")
+_QUOTAS = ("max_num_seqs", "max_kv_blocks", "max_tokens_per_s")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -82,23 +87,38 @@ class Access:
     def limits(self, tenant: str) -> TenantLimits:
         return self._default_limits if self._list is None else self._list.limits.get(tenant, self._default_limits)
 
-    def refresh(self) -> None:
-        """Reads the file if it has changed; one with a mistake in it is logged, and the last right one stays in force."""
+    def quotas(self) -> tuple[Quota, dict[str, Quota]]:
+        """That of most tenants, and those of the tenants that have others."""
+        limits = {} if self._list is None else self._list.limits
+        return self._default_limits.quota, {tenant: its.quota for tenant, its in limits.items()}
+
+    def weights(self) -> dict[str, float]:
+        """Of the tenants whose fair share is not in proportion to 1."""
+        limits = {} if self._list is None else self._list.limits
+        return {tenant: its.weight for tenant, its in limits.items() if its.weight != 1}
+
+    def refresh(self) -> bool:
+        """Reads the file if it has changed; one with a mistake in it is logged, and the last right one stays in force.
+
+        True when other things are in force now.
+        """
         if self._path is None or (stamp := _stamp(self._path)) == self._seen:
-            return
+            return False
         self._seen = stamp
         try:
             self._list = read_access_list(self._path, self._default_limits)
         except SettingsError as error:
             self._log.error("the tokens in force are those of before", reason=str(error))
-        else:
-            self._log.info("tokens read again", tokens=len(self._list.identities))
+            return False
+        self._log.info("tokens read again", tokens=len(self._list.identities))
+        return True
 
-    async def watch(self) -> None:
-        """Until cancelled."""
+    async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
+        """Until cancelled; `changed` is called when other things are in force."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            self.refresh()
+            if self.refresh():
+                changed()
 
 
 def read_access_list(path: Path, default_limits: TenantLimits) -> AccessList:
@@ -157,11 +177,19 @@ def _read_limits(name: str, table: Any, default: TenantLimits) -> TenantLimits:
     where = f"in [tenant.{_read_name(name, 'tenant')}]"
     if not isinstance(table, dict):
         raise _Mistake(f"{where}: write the limits as a table")
-    _check_keys(table, {"max_requests", "max_queued_tokens"}, where)
-    for key, value in table.items():
+    _check_keys(table, {*_LIMITS, *_QUOTAS, "over_quota", "weight"}, where)
+    weight = table.get("weight", default.weight)
+    if type(weight) not in (int, float) or not 0 < weight < inf:
+        raise _Mistake(f"{where}: weight must be a number above 0")
+    over_quota = table.get("over_quota", OVER_QUOTA[default.quota.refuses])
+    if over_quota not in OVER_QUOTA:
+        raise _Mistake(f'{where}: over_quota must be "wait" or "refuse"')
+    counts = {key: value for key, value in table.items() if key not in ("over_quota", "weight")}
+    for key, value in counts.items():
         if type(value) is not int or value < 0:
             raise _Mistake(f"{where}: {key} must be a whole number of at least 0")
-    return TenantLimits(table.get("max_requests", default.max_requests), table.get("max_queued_tokens", default.max_queued_tokens))
+    quota = replace(default.quota, refuses=over_quota == "refuse", **{key: counts[key] for key in _QUOTAS if key in counts})
+    return replace(default, quota=quota, weight=float(weight), **{key: counts[key] for key in _LIMITS if key in counts})
 
 
 def _read_name(value: Any, what: str) -> str:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -42,20 +41,28 @@ class UnknownModel(DeskError):
     """No executor has served this model (NOT_FOUND), or several models are served and none was named (INVALID_ARGUMENT)."""
 
 
-class QueueFull(DeskError):
-    """The queue is at its limit (RESOURCE_EXHAUSTED with a retry delay in seconds)."""
+class Refused(DeskError):
+    """Base of refusals for want of room (RESOURCE_EXHAUSTED): `limit` names the setting that is at its end.
 
-    def __init__(self, message: str, retry_delay_s: float) -> None:
+    Without a delay in seconds, coming again is of no use.
+    """
+
+    def __init__(self, message: str, retry_delay_s: float | None, limit: str) -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
+        self.limit = limit
 
 
-class TenantLimit(DeskError):
-    """The tenant is at a limit of its own (RESOURCE_EXHAUSTED); without a delay, coming again is of no use."""
+class QueueFull(Refused):
+    """The queue is at its limit, of requests or of tokens."""
 
-    def __init__(self, message: str, retry_delay_s: float | None) -> None:
-        super().__init__(message)
-        self.retry_delay_s = retry_delay_s
+
+class TenantLimit(Refused):
+    """The tenant is at a limit or a quota of its own."""
+
+
+class Overloaded(Refused):
+    """There is too much work, and this lane is not taken until there is less."""
 
 
 class Unavailable(DeskError):
@@ -209,6 +216,11 @@ class Load:
     queue_paused: str = ""
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    recomputed_tokens: int = 0
+    queued_tokens: int = 0
+    overload_stage: int = 0
+    overload_reason: str = ""
+    overload_changes: int = 0
     lanes: tuple[LaneLoad, ...] = ()
     time_to_first_token: Histogram | None = None
     inter_token_latency: Histogram | None = None
@@ -229,7 +241,10 @@ class Desk(Protocol):
         """Of a prompt of so many tokens, the most that an executor can ever run at once; None if that is not known now."""
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
-        """Returns once the request is durable, with all its choices. Raises RequestExists, QueueFull, TenantLimit, Unavailable."""
+        """Returns once the request is durable, with all its choices.
+
+        Raises RequestExists, QueueFull, TenantLimit, Overloaded, Unavailable.
+        """
 
     async def attach(self, request_id: str, next_index: int) -> Attachment:
         """To one request, or to one choice: the id of a request is that of its first. Raises UnknownRequest, IndexAhead."""

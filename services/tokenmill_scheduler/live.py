@@ -148,7 +148,7 @@ class LiveRequests:
 
     def _transitioned(self, record: Transitioned) -> None:
         live = self._by_id[record.request_id]
-        self.tenants.moved(live.request, live.state, record.after)
+        self.tenants.moved(live.request, live.state, record.after, record.at_s)
         live.state = record.after
         if record.cached_tokens is not None:
             live.cached_tokens = record.cached_tokens

@@ -21,7 +21,7 @@ from typing import Protocol
 import structlog
 
 from tokenmill_scheduler.core import records as core
-from tokenmill_scheduler.core.records import Event, PlanIssued, Result, Transitioned
+from tokenmill_scheduler.core.records import Event, OverloadChanged, PlanIssued, Result, Transitioned
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import ExecutorStatus, Load
@@ -211,6 +211,11 @@ class Loop:
             batching=scheduler.config.batching,
             policy=scheduler.config.policy,
             queue_paused=scheduler.paused,
+            recomputed_tokens=counters.recomputed_tokens,
+            queued_tokens=scheduler.num_queued_tokens,
+            overload_stage=scheduler.overload_stage,
+            overload_reason=scheduler.overload_why,
+            overload_changes=counters.overload_changes,
             lanes=self.metrics.lane_loads(self.clock()),
             time_to_first_token=self.metrics.time_to_first_token.total(),
             inter_token_latency=self.metrics.inter_token.total(),
@@ -225,10 +230,6 @@ class Loop:
         return tuple(self.drives[view.name].status(view.running, view.drained, _now()) for view in self._scheduler.executors())
 
     @property
-    def num_waiting(self) -> int:
-        return self._scheduler.num_waiting
-
-    @property
     def scheduler(self) -> Scheduler:
         """To be asked; events go through `handle`."""
         return self._scheduler
@@ -239,6 +240,8 @@ class Loop:
         """Until cancelled: shows that the loop lives, and cancels requests whose client never came back."""
         while True:
             self.ticked_s = self.clock()
+            # What time alone has changed is seen, and plans that it allows are asked for.
+            self.handle(core.Tick())
             for request_id in self._orphans():
                 self.handle(core.Cancelled(request_id, "its client did not come back"))
             for request_id in self._idle_clients.find(self.live.attended, self.ticked_s) if self._planning else ():
@@ -272,16 +275,27 @@ class Loop:
         if self.failure.done():
             return False
         try:
-            effects = self._scheduler.handle(event, self.clock())
-            plans = [effect for effect in effects if isinstance(effect, PlanIssued)]
+            plans: list[PlanIssued] = []
+            records: list[Record] = []
+            for effect in self._scheduler.handle(event, self.clock()):
+                if isinstance(effect, PlanIssued):
+                    plans.append(effect)
+                elif isinstance(effect, OverloadChanged):
+                    self._tell_overload(effect)
+                else:
+                    records.append(effect)
             for issued in plans:
                 self._send(issued)
-            if len(plans) < len(effects) or actions:
-                self._record([*(effect for effect in effects if not isinstance(effect, PlanIssued)), *actions])
+            if records or actions:
+                self._record([*records, *actions])
         except Exception as error:
             self.fail(error)
             raise
         return bool(plans)
+
+    def _tell_overload(self, change: OverloadChanged) -> None:
+        log = self._log.warning if change.after > change.before else self._log.info
+        log("overload stage changed", before=change.before, stage=change.after, reason=change.why or "the load has fallen")
 
     def _send(self, issued: PlanIssued) -> None:
         drive = self.drives[issued.executor]

@@ -26,6 +26,7 @@ from tokenmill_service.metrics import MetricsServer
 from tokenmill_service.tls import channel_credentials, server_credentials
 
 from tokenmill_scheduler.access import Access
+from tokenmill_scheduler.core.records import QuotasChanged, WeightsChanged
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors
@@ -33,9 +34,9 @@ from tokenmill_scheduler.exposition import Exposition
 from tokenmill_scheduler.health import ALIVE_WITHIN_S, LIVENESS, Health
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.intake import Intake
-from tokenmill_scheduler.lease import LeaseKeeper, take_lease
 from tokenmill_scheduler.journal.scheduler import JournaledScheduler
 from tokenmill_scheduler.journal.writer import JournalWriter
+from tokenmill_scheduler.lease import LeaseKeeper, take_lease
 from tokenmill_scheduler.ledger.port import Estate, Lease, LeaseLost, Ledger, LedgerUnavailable
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.live import may_gather
@@ -103,7 +104,7 @@ class SchedulerServer:
             settings.executor_tls,
         )
         self.service = Service(
-            settings.max_queue_len,
+            settings.queue_limits,
             self.loop,
             self._models,
             ledger,
@@ -125,10 +126,11 @@ class SchedulerServer:
         self._warn_of_open_doors()
         if self._settings.metrics_address:
             self._metrics = MetricsServer(self._settings.metrics_address, self._exposition)
+        self._use_quotas()
         estate = await self._take_lease()
         await self.operators.refresh()
         take_up(self.loop, estate.requests)
-        watches = [self.loop.tick(), self._health.watch(), self.access.watch(), self.operators.watch()]
+        watches = [self.loop.tick(), self._health.watch(), self.access.watch(self._use_quotas), self.operators.watch()]
         if self._settings.retention_s:
             watches.append(prune_for_ever(self._ledger, self._settings.retention_s, self.loop.clock))
         for watch in watches:
@@ -161,15 +163,20 @@ class SchedulerServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._metrics is not None:
-            await self._metrics.stop()
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
+        if self._metrics is not None:
+            await self._metrics.stop()
 
     @property
     def metrics_address(self) -> str:
         """Where Prometheus finds it; empty for nowhere."""
         return "" if self._metrics is None else self._metrics.address
+
+    def _use_quotas(self) -> None:
+        """Those that are in force now."""
+        self.loop.handle(QuotasChanged(*self.access.quotas()))
+        self.loop.handle(WeightsChanged(self.access.weights()))
 
     # ---- among other schedulers ------------------------------------------------------------------------------------------------
 
@@ -275,12 +282,6 @@ class SchedulerServer:
         return server
 
 
-async def serve(settings: Settings, ledger: Ledger) -> int:
-    """Runs until SIGTERM or SIGINT (0) or until the loop fails (1). Raises SettingsError for an operator's mistake."""
-    told_to_stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
-    lock_address(settings.listen)
 def _open_journal(settings: Settings) -> JournalWriter | None:
     """Raises SettingsError."""
     if settings.plan_journal is None:
@@ -291,6 +292,12 @@ def _open_journal(settings: Settings) -> JournalWriter | None:
         raise SettingsError(f"--plan-journal {settings.plan_journal} cannot be written: {error.strerror}") from error
 
 
+async def serve(settings: Settings, ledger: Ledger) -> int:
+    """Runs until SIGTERM or SIGINT (0) or until the loop fails (1). Raises SettingsError for an operator's mistake."""
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+    lock_address(settings.listen)
     server = SchedulerServer(settings, ledger)
     await server.start()
     if settings.port_file is not None:

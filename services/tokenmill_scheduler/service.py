@@ -14,6 +14,7 @@ from functools import partial
 from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.changes import changes_in_words, second_try
 from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.desk import (
@@ -31,6 +32,7 @@ from tokenmill_scheduler.desk import (
     UnknownRequest,
 )
 from tokenmill_scheduler.followers import Followers, ended
+from tokenmill_scheduler.gate import Gate
 from tokenmill_scheduler.ledger.port import (
     Action,
     ActionVerb,
@@ -78,7 +80,7 @@ class Service:
 
     def __init__(
         self,
-        max_queue_len: int,
+        queue_limits: QueueLimits,
         loop: Loop,
         models: Models,
         ledger: Ledger,
@@ -91,7 +93,7 @@ class Service:
         self._models = models
         self._ledger = ledger
         self._writer = writer
-        self._arrivals = Arrivals(loop, ledger, writer, max_queue_len, tenant_limits)
+        self._arrivals = Arrivals(loop, ledger, writer, Gate(loop, queue_limits, tenant_limits))
         self._closed = False
         # Of this scheduler's lease: which requests are its own.
         self._lease: int | None = None

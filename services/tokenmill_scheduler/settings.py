@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,24 @@ from tokenmill_service.flags import (
     SettingsError,
     count,
     file,
+    fraction,
     message_bytes,
     seconds,
     share,
-    timeout,
     size_bytes,
+    timeout,
 )
 from tokenmill_service.tls import ClientTls, ServerTls, server_tls
 
+from tokenmill_scheduler.core.admission import ADMISSION_MODES
+from tokenmill_scheduler.core.backlog import QueueLimits
+from tokenmill_scheduler.core.overload import OverloadConfig
+from tokenmill_scheduler.core.lanes import lane_shares
+from tokenmill_scheduler.core.ordering import AGEING_TURN, MAX_PRIORITY_WAIT_S
 from tokenmill_scheduler.core.policy import POLICIES
+from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
-from tokenmill_scheduler.tenants import TenantLimits
+from tokenmill_scheduler.tenants import OVER_QUOTA, TenantLimits
 
 DEFAULT_LISTEN = "127.0.0.1:7600"
 DEFAULT_EXECUTOR = "127.0.0.1:7601"
@@ -52,7 +60,7 @@ class Settings:
     scheduler_name: str
     lease_time_s: float
     scheduler: SchedulerConfig
-    max_queue_len: int
+    queue_limits: QueueLimits
     step_timeout_s: float
     heartbeat_timeout_s: float
     grace_period_s: float
@@ -67,13 +75,13 @@ class Settings:
     max_prompt_tokens: int | None
     metrics_address: str
     port_file: Path | None
+    plan_journal: Path | None
+    plan_journal_bytes: int
     log_format: str
     log_level: str
 
     @property
     def is_alone(self) -> bool:
-    plan_journal: Path | None
-    plan_journal_bytes: int
         """Whether the database takes one scheduler only."""
         return self.database.startswith("sqlite")
 
@@ -86,9 +94,15 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         max_num_batched_tokens=values["max_num_batched_tokens"],
         batching=values["batching"],
         policy=values["policy"],
+        ageing_turn=values["ageing_turn"],
+        max_priority_wait_s=values["max_priority_wait"] or inf,
+        lane_shares=values["lane_shares"],
+        fair_share=values["fair_share"],
         max_waiting_time_s=values["max_waiting_time"],
         watermark=values["watermark"],
         max_executor_losses=values["max_executor_losses"],
+        admission=values["admission"],
+        overload=_overload(values),
     )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise SettingsError(
@@ -104,7 +118,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         scheduler_name=values["scheduler_name"],
         lease_time_s=values["lease_time"],
         scheduler=config,
-        max_queue_len=values["max_queue_len"],
+        queue_limits=QueueLimits(values["max_queue_len"], values["max_queue_tokens"]),
         step_timeout_s=values["step_timeout"],
         heartbeat_timeout_s=values["heartbeat_timeout"],
         grace_period_s=values["grace_period"],
@@ -115,10 +129,12 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         tls=server_tls(values),
         executor_tls=_executor_tls(values),
         auth_tokens=values["auth_tokens"],
-        tenant_limits=TenantLimits(values["max_tenant_requests"], values["max_tenant_queued_tokens"]),
+        tenant_limits=_tenant_limits(values),
         max_prompt_tokens=values["max_prompt_tokens"],
         metrics_address=check_metrics_address(values["metrics_address"]),
         port_file=values["port_file"],
+        plan_journal=values["plan_journal"],
+        plan_journal_bytes=values["plan_journal_bytes"],
         log_format=values["log_format"],
         log_level=values["log_level"],
     )
@@ -126,8 +142,6 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 def settings_from_process(argv: Sequence[str]) -> Settings:
     return parse_settings(argv, os.environ)
-        plan_journal=values["plan_journal"],
-        plan_journal_bytes=values["plan_journal_bytes"],
 
 
 # ---- flags ---------------------------------------------------------------------------------------------------------------------
@@ -142,6 +156,27 @@ def parser() -> FlagParser:
         epilog="Each flag is also an environment variable: --max-num-seqs is TOKENMILL_MAX_NUM_SEQS; TOKENMILL_EXECUTOR takes "
         "several addresses with commas between them. A flag wins.",
     )
+
+
+def _overload(values: Mapping[str, Any]) -> OverloadConfig:
+    return OverloadConfig(
+        enabled=values["overload_control"],
+        ttft_target_s=values["ttft_target"],
+        queue_delay_s=values["overload_queue_delay"],
+        kv_pressure=values["overload_kv_pressure"],
+        hold_s=values["overload_hold"],
+        recovery_s=values["overload_recovery"],
+    )
+
+
+def _tenant_limits(values: Mapping[str, Any]) -> TenantLimits:
+    quota = Quota(
+        max_num_seqs=values["max_tenant_num_seqs"],
+        max_kv_blocks=values["max_tenant_kv_blocks"],
+        max_tokens_per_s=values["max_tenant_tokens_per_s"],
+        refuses=values["tenant_over_quota"] == "refuse",
+    )
+    return TenantLimits(values["max_tenant_requests"], values["max_tenant_queued_tokens"], quota)
 
 
 def _executors(addresses: Sequence[str]) -> tuple[str, ...]:
@@ -189,6 +224,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--grace-period": {"type": seconds, "default": 30.0, "help": "on SIGTERM, how long steps in hand may take, in seconds"},
         "--port-file": {"type": Path, "default": None, "help": "a file to write the address to, once listening"},
+        "--plan-journal": {
+            "type": file,
+            "default": None,
+            "help": "a file for every event, with prompts, and every decision, to `tokenmill replay`; gzipped if it ends in .gz",
+        },
+        "--plan-journal-bytes": {"type": size_bytes, "default": "1GiB", "help": "most bytes of the plan journal, before gzip"},
         **METRICS_FLAGS,
         **LOG_FLAGS,
     },
@@ -217,12 +258,6 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--lease-time": {
             "type": timeout,
-        "--plan-journal": {
-            "type": file,
-            "default": None,
-            "help": "a file for every event, with prompts, and every decision, to `tokenmill replay`; gzipped if it ends in .gz",
-        },
-        "--plan-journal-bytes": {"type": size_bytes, "default": "1GiB", "help": "most bytes of the plan journal, before gzip"},
             "default": 10.0,
             "help": "a scheduler that stands still for longer is taken over by another on its PostgreSQL, in seconds",
         },
@@ -236,7 +271,33 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "static runs each batch to its end",
         },
         "--max-waiting-time": {"type": seconds, "default": 0.05, "help": "how long a static batch waits to fill, in seconds"},
-        "--policy": {"choices": tuple(POLICIES), "default": "fcfs", "help": "the order of the queue"},
+        "--policy": {"choices": POLICIES, "default": "fcfs", "help": "the order within a lane (docs/policies.md)"},
+        "--fair-share": {
+            "action": argparse.BooleanOptionalAction,
+            "default": False,
+            "help": "tenants share each lane's tokens by their weights; the policy orders the requests of each",
+        },
+        "--lane-shares": {
+            "type": lane_shares,
+            "default": "real_time=50,standard=40,batch=10",
+            "help": "slots that each lane is guaranteed while it has work, in per cent",
+        },
+        "--ageing-turn": {
+            "type": whole,
+            "default": AGEING_TURN,
+            "help": "of so many admissions, under a policy that lets later requests overtake, one is of the request that arrived first; "
+            "0: never",
+        },
+        "--max-priority-wait": {
+            "type": seconds,
+            "default": MAX_PRIORITY_WAIT_S,
+            "help": "under policy priority, the order is strict until a request has waited for so long, in seconds; 0: for ever",
+        },
+        "--admission": {
+            "choices": ADMISSION_MODES,
+            "default": "optimistic",
+            "help": "what KV blocks are booked for at first: what a request has, all it may come to, or what outputs were so far",
+        },
         "--watermark": {"type": share, "default": 0.01, "help": "share of the KV blocks kept back for running sequences"},
     },
     "security": {
@@ -254,6 +315,34 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "TOML file of who may call (docs/security.md); without it everyone may",
         },
     },
+    "overload": {
+        "--overload-control": {
+            "action": argparse.BooleanOptionalAction,
+            "default": True,
+            "help": "hold back the batch lane, then refuse the standard lane, while there is too much work",
+        },
+        "--ttft-target": {
+            "type": timeout,
+            "default": 2.0,
+            "help": "time to first token of real-time requests; there is too much work when one waits half of it, in seconds",
+        },
+        "--overload-queue-delay": {
+            "type": timeout,
+            "default": 60.0,
+            "help": "there is too much work when a standard request waits so long, in seconds",
+        },
+        "--overload-kv-pressure": {
+            "type": fraction,
+            "default": 0.95,
+            "help": "there is too much batch work when so much of the KV cache is promised and others wait",
+        },
+        "--overload-hold": {"type": seconds, "default": 2.0, "help": "how long that lasts before more is held back, in seconds"},
+        "--overload-recovery": {
+            "type": timeout,
+            "default": 5.0,
+            "help": "how long it is over before less is held back, in seconds",
+        },
+    },
     "limits": {
         "--max-prompt-tokens": {"type": count, "default": None, "help": "most tokens of a prompt; without it, the model's limit"},
         "--max-tenant-requests": {"type": count, "default": None, "help": "most requests of a tenant, queued and running"},
@@ -262,7 +351,28 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "default": None,
             "help": "most tokens of a tenant's queued requests, prompts and the output they may make",
         },
+        "--max-tenant-num-seqs": {"type": count, "default": None, "help": "most sequences of a tenant running"},
+        "--max-tenant-kv-blocks": {
+            "type": count,
+            "default": None,
+            "help": "most KV blocks that a tenant's running sequences may come to",
+        },
+        "--max-tenant-tokens-per-s": {
+            "type": count,
+            "default": None,
+            "help": "most tokens a second of a tenant, prompts and output; a request runs while there are any left",
+        },
+        "--tenant-over-quota": {
+            "choices": OVER_QUOTA,
+            "default": "wait",
+            "help": "what becomes of a request that its tenant's sequences, blocks or tokens a second do not allow to run",
+        },
         "--max-queue-len": {"type": count, "default": 10_000, "help": "most requests waiting"},
+        "--max-queue-tokens": {
+            "type": count,
+            "default": None,
+            "help": "most tokens of requests waiting, prompts and the output they may make",
+        },
         "--step-timeout": {"type": timeout, "default": 60.0, "help": "an executor is lost when a step takes longer, in seconds"},
         "--heartbeat-timeout": {
             "type": timeout,

@@ -141,7 +141,7 @@ class FakeDesk:
                 raise RequestExists(f"{request.request_id} exists with another payload")
             return Submitted(request.request_id, joined=True)
         if sum(entry.ended is None for entry in self.entries.values()) >= self.queue_limit:
-            raise QueueFull("the queue is full", retry_delay_s=0.25)
+            raise QueueFull("the queue is full", retry_delay_s=0.25, limit="max_queue_len")
         for choice in (request, *further_choices(request)):
             entry = Entry(choice, payload_digest, self.served[request.model].text.stream_of(choice))
             entry.transitions.append(StoredTransition(None, State.WAITING, request.arrival_s, "submitted"))

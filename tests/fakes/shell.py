@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.records import Blocks, ExecutorDescription, Plan, Result, SequenceFinish, StepTimes
 from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
@@ -206,7 +207,7 @@ class Shell:
     ) -> Shell:
         clock, writer = SetClock(), HeldWriter(ledger)
         loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock, IdleClients(idle_client_timeout_s))
-        service = Service(max_queue_len, loop, Models(), ledger, writer)
+        service = Service(QueueLimits(max_queue_len), loop, Models(), ledger, writer)
         return cls(ledger, writer, clock, loop, service, PlayedExecutor())
 
     async def join(self, epoch: int = 1) -> None:

@@ -21,14 +21,15 @@ def load(app: App) -> None:
         return
     lines: list[tuple[str, object]] = [
         ("running", f"{now.num_requests_running} of {now.max_num_seqs}"),
-        ("waiting", now.num_requests_waiting),
+        ("waiting", f"{now.num_requests_waiting}, {now.queued_tokens} tokens at most"),
         ("queue", f"paused {now.queue_pause_reason}" if now.queue_paused else ""),
+        ("overload", f"stage {now.overload_stage}: {now.overload_reason}" if now.overload_stage else ""),
         ("KV cache", f"{now.kv_cache_usage:.1%} held"),
         ("batching", f"{now.batching}, {now.policy}, {now.max_num_batched_tokens} tokens a step"),
         ("occupancy", f"{now.batch_occupancy:.1%} of a batch, over {now.steps} steps"),
         ("tokens", f"{now.prompt_tokens} prompt, {now.output_tokens} output"),
         ("prefix cache", _prefix_cache(now)),
-        ("preemptions", now.preemptions),
+        ("preemptions", f"{now.preemptions}, {now.recomputed_tokens} tokens computed again"),
         ("stale results", now.stale_results),
         ("no blocks", now.no_blocks),
         ("ledger backlog", f"{now.ledger_backlog} records"),

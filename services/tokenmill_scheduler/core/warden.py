@@ -42,7 +42,7 @@ class Warden:
         before = self._controller.stage
         if self._controller.sample(self._signals(now_s), now_s):
             self._roster.counters.overload_changes += 1
-            self._roster.effects.append(OverloadChanged(before, self.stage, self.why, now_s))
+            self._roster.effects.append(OverloadChanged(int(before), int(self.stage), self.why, now_s))
 
     def next_look_s(self) -> float | None:
         """When to look again although nothing happens, so that what is held back is let go again by itself."""

@@ -36,6 +36,7 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
     desk.UnknownModel: (code_pb2.NOT_FOUND, "UNKNOWN_MODEL"),
     desk.QueueFull: (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     desk.TenantLimit: (code_pb2.RESOURCE_EXHAUSTED, "TENANT_LIMIT"),
+    desk.Overloaded: (code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED"),
     desk.Unavailable: (code_pb2.UNAVAILABLE, "UNAVAILABLE"),
     desk.IndexAhead: (code_pb2.OUT_OF_RANGE, "INDEX_AHEAD"),
     desk.RequestEnded: (code_pb2.FAILED_PRECONDITION, "REQUEST_ENDED"),
@@ -105,10 +106,11 @@ def status_of(error: Exception) -> status_pb2.Status | None:
     if not reason:
         return None
     status = status_pb2.Status(code=code, message=str(error)[:_MAX_MESSAGE_CHARS])
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    metadata = {"limit": error.limit} if isinstance(error, desk.Refused) else {}
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
     if isinstance(error, InvalidArgument):
         status.details.add().Pack(_bad_request(error))
-    if isinstance(error, desk.QueueFull | desk.TenantLimit | desk.Unavailable) and error.retry_delay_s is not None:
+    if isinstance(error, desk.Refused | desk.Unavailable) and error.retry_delay_s is not None:
         status.details.add().Pack(_retry_info(error.retry_delay_s))
     return status
 

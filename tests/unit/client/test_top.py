@@ -23,6 +23,7 @@ def load(steps: int, tokens: int = 0, occupancy_sum: float = 0.0, latencies: tup
     return Load(
         3, 30, 8, 512, 0.5, 0.25, 4, tokens, 7, steps, 0, 2, 5, "continuous", "priority", False, 100, 25, "",
         lanes, histogram, histogram, histogram, occupancy_sum, {"no_slot": 20, "no_blocks": 10}, 6, {"stop": 9, "length": 0},
+        0, "", 0, 0, 900,
     )  # fmt: skip
 
 

@@ -27,17 +27,19 @@ def test_every_error_of_the_desk_has_a_status_and_a_reason_of_its_own() -> None:
     kinds = [
         kind
         for _, kind in inspect.getmembers(desk, inspect.isclass)
-        if issubclass(kind, desk.DeskError) and kind is not desk.DeskError
+        if issubclass(kind, desk.DeskError) and kind not in (desk.DeskError, desk.Refused)
     ]
-    assert len(kinds) == 10
+    assert len(kinds) == 11
     reasons = set()
     for kind in kinds:
-        waits = issubclass(kind, desk.QueueFull | desk.TenantLimit | desk.Unavailable)
-        status = status_of(kind("words", 1.0) if waits else kind("words"))
+        refused = issubclass(kind, desk.Refused)
+        arguments = ("words", 1.0, "max_queue_len") if refused else ("words", 1.0) if kind is desk.Unavailable else ("words",)
+        status = status_of(kind(*arguments))
         assert status is not None
         assert status.message == "words"
         info = error_details_pb2.ErrorInfo()
         status.details[0].Unpack(info)
+        assert dict(info.metadata) == ({"limit": "max_queue_len"} if refused else {})
         reasons.add(info.reason)
     assert len(reasons) == len(kinds)
 

@@ -83,7 +83,9 @@ def test_an_empty_file_lets_nobody_in(path: Path) -> None:
         ("[tenant]\nt = 5", "in [tenant.t]: write the limits as a table"),
         ("[tenant.t]\nmax_requests = -1", "in [tenant.t]: max_requests must be a whole number of at least 0"),
         ("[tenant.t]\nmax_requests = true", "max_requests must be a whole number"),
-        ("[tenant.t]\nmax = 1", "unknown key 'max' in [tenant.t]: the known ones are max_queued_tokens, max_requests"),
+        ("[tenant.t]\nmax = 1", "unknown key 'max' in [tenant.t]: the known ones are max_kv_blocks, max_num_seqs, max_"),
+        ("[tenant.t]\nmax_kv_blocks = 1.5", "in [tenant.t]: max_kv_blocks must be a whole number of at least 0"),
+        ("[tenant.t]\nover_quota = 'drop'", 'in [tenant.t]: over_quota must be "wait" or "refuse"'),
         ("[tenant.'a b']\n", "tenant must be 1 to 64 of letters"),
     ],
 )

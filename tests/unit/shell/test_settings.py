@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tokenmill_scheduler.__main__ import main
+from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.settings import DEFAULT_EXECUTOR, DEFAULT_LISTEN, parse_settings
 from tokenmill_service.flags import SettingsError
 
@@ -16,7 +17,7 @@ def test_the_defaults() -> None:
     assert settings.executors == (DEFAULT_EXECUTOR,)
     assert settings.database == "sqlite:///tokenmill.db"
     assert settings.durability == "power"
-    assert settings.max_queue_len == 10_000
+    assert settings.queue_limits == QueueLimits(10_000)
     assert settings.scheduler.batching == "continuous"
 
 

@@ -7,13 +7,14 @@ import random
 
 import pytest
 from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core.backlog import QueueLimits, most_tokens
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import TenantLimit
 from tokenmill_scheduler.ledger.port import LedgerUnavailable
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.service import Service
-from tokenmill_scheduler.tenants import TenantLimits, Usage, num_tokens
+from tokenmill_scheduler.tenants import TenantLimits, Usage
 
 from tests.fakes.memory_ledger import MemoryLedger
 from tests.fakes.shell import Shell, request, settle
@@ -27,7 +28,7 @@ def counted(shell: Shell, names: list[str], tenant: str) -> Usage:
         live = shell.loop.live.get(name)
         if live is not None and live.request.tenant == tenant and live.state not in TERMINAL:
             usage.requests += 1
-            usage.queued_tokens += num_tokens(live.request) if live.state in QUEUED else 0
+            usage.queued_tokens += most_tokens(live.request) if live.state in QUEUED else 0
     return usage
 
 
@@ -63,7 +64,7 @@ async def test_counts_follow_every_move(seed: int) -> None:
 
 
 def limited(shell: Shell, limits: TenantLimits) -> Service:
-    return Service(100, shell.loop, None, shell.ledger, shell.writer, lambda tenant: limits)  # type: ignore[arg-type]  # no model is asked for
+    return Service(QueueLimits(100), shell.loop, None, shell.ledger, shell.writer, lambda tenant: limits)  # type: ignore[arg-type]  # no model is asked for
 
 
 async def test_what_is_on_its_way_to_disk_counts() -> None:

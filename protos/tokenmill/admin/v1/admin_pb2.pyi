@@ -584,6 +584,11 @@ class GetLoadResponse(_message.Message):
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     QUEUE_PAUSE_REASON_FIELD_NUMBER: _builtins.int
+    OVERLOAD_STAGE_FIELD_NUMBER: _builtins.int
+    OVERLOAD_REASON_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    OVERLOAD_CHANGES_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
@@ -616,6 +621,16 @@ class GetLoadResponse(_message.Message):
     prefix_cache_hits: _builtins.int
     queue_pause_reason: _builtins.str
     """By whom and why it is paused, such as "by ann: new model"; empty when it is not."""
+    overload_stage: _builtins.int
+    """How much is held back: 0 nothing, 1 the batch lane gets what the others leave, 2 it pauses, 3 the standard lane is refused."""
+    overload_reason: _builtins.str
+    """What there is too much of; empty in stage 0."""
+    recomputed_tokens: _builtins.int
+    """Tokens that were computed again after preemptions."""
+    overload_changes: _builtins.int
+    """Changes of `overload_stage`, up and down."""
+    queued_tokens: _builtins.int
+    """The most that all queued requests may come to, prompts and output."""
     batch_occupancy_sum: _builtins.float
     """Of sequences in a step over the most there may be, over all steps: a difference by that of `steps` is the mean of a while."""
     streams_open: _builtins.int
@@ -660,6 +675,11 @@ class GetLoadResponse(_message.Message):
         prefix_cache_queries: _builtins.int = ...,
         prefix_cache_hits: _builtins.int = ...,
         queue_pause_reason: _builtins.str = ...,
+        overload_stage: _builtins.int = ...,
+        overload_reason: _builtins.str = ...,
+        recomputed_tokens: _builtins.int = ...,
+        overload_changes: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
         lanes: _abc.Iterable[Global___LaneLoad] | None = ...,
         time_to_first_token: Global___LatencyHistogram | None = ...,
         inter_token_latency: Global___LatencyHistogram | None = ...,
@@ -671,7 +691,7 @@ class GetLoadResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "request_queue_time", b"request_queue_time", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batch_occupancy_sum", b"batch_occupancy_sum", "batching", b"batching", "finished", b"finished", "inter_token_latency", b"inter_token_latency", "kv_cache_usage", b"kv_cache_usage", "lanes", b"lanes", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "policy", b"policy", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "queue_pause_reason", b"queue_pause_reason", "queue_paused", b"queue_paused", "request_queue_time", b"request_queue_time", "stale_results", b"stale_results", "steps", b"steps", "streams_open", b"streams_open", "time_to_first_token", b"time_to_first_token", "wait_reasons", b"wait_reasons"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_occupancy", b"batch_occupancy", "batch_occupancy_sum", b"batch_occupancy_sum", "batching", b"batching", "finished", b"finished", "inter_token_latency", b"inter_token_latency", "kv_cache_usage", b"kv_cache_usage", "lanes", b"lanes", "ledger_backlog", b"ledger_backlog", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "no_blocks", b"no_blocks", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "output_tokens", b"output_tokens", "overload_changes", b"overload_changes", "overload_reason", b"overload_reason", "overload_stage", b"overload_stage", "policy", b"policy", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_tokens", b"prompt_tokens", "queue_pause_reason", b"queue_pause_reason", "queue_paused", b"queue_paused", "queued_tokens", b"queued_tokens", "recomputed_tokens", b"recomputed_tokens", "request_queue_time", b"request_queue_time", "stale_results", b"stale_results", "steps", b"steps", "streams_open", b"streams_open", "time_to_first_token", b"time_to_first_token", "wait_reasons", b"wait_reasons"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
