@@ -241,3 +241,35 @@ async def test_what_an_operator_did_elsewhere_is_recorded_though_its_caller_has_
     assert [(action.actor, action.verb, action.target, action.reason) for action in recorded] == [
         ("ann", ActionVerb.CANCEL, "a", "not needed")
     ]
+
+
+async def test_choices_of_a_request_are_read_changed_and_taken_over_elsewhere_as_one(pair: Pair, mine: Shell, other: Shell) -> None:
+    group = request("a", max_tokens=9, n=2, best_of=2)
+    await mine.join()
+    await mine.submit(group)
+    await mine.submit(request("b", n=3, best_of=3))
+    for _ in range(3):
+        await mine.step()
+    reading = [asyncio.create_task(read_all(one)) for one in await other.service.attach_all({"a": 0, "a/1": 0})]
+    await other.service.update("b", 5, None)
+    assert [stored.request.priority for name in ("b", "b/1", "b/2") if (stored := pair.ledger.find(name))] == [5, 5, 5]
+    assert await other.service.cancel("b/2", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await other.service.cancel("b", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert [state_of(pair, name) for name in ("b", "b/1", "b/2")] == [State.CANCELLED] * 3
+    await mine.run_out()
+    for tokens, ended in await asyncio.gather(*reading):
+        assert (tokens, ended.state) == (output_of(group), State.DONE)
+
+
+async def test_choices_that_wait_are_one_group_again_at_the_scheduler_that_takes_them_over(pair: Pair, other: Shell) -> None:
+    group = request("a", n=3, best_of=3)
+    await pair.shells["mine"].submit(group)
+    pair.kill("mine")
+    pair.take_over("other", "mine")
+    await other.join(epoch=2)
+    await other.run_out()
+    assert [state_of(pair, name) for name in ("a", "a/1", "a/2")] == [State.DONE] * 3
+    admitted = [
+        sum(admission.sequence_id in plan.advance_sequence_ids for admission in plan.admit) for plan in other.executor.plans
+    ]
+    assert admitted[0] == 3, "its prompt is within one block, so none waits for another"
