@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence as SequenceOf
 
-from tokenmill_service.event_loop import loop_factory
+from tokenmill_service.event_loop import new_runner
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.logs import configure_logs
 
@@ -19,7 +18,7 @@ def main(argv: SequenceOf[str]) -> int:
     try:
         settings = settings_from_process(argv)
         configure_logs(settings.log_format, settings.log_level)
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        with new_runner() as runner:
             return runner.run(serve(settings))
     except SettingsError as error:
         print(f"tokenmill_executor: {error}", file=sys.stderr)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
-from tokenmill_service.event_loop import loop_factory
+from tokenmill_service.event_loop import new_runner
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.logs import configure_logs
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = settings_from_process(argv)
         configure_logs(settings.log_format, settings.log_level)
-        with _open(settings) as ledger, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        with _open(settings) as ledger, new_runner() as runner:
             return runner.run(serve(settings, ledger))
     except SettingsError as error:
         print(f"tokenmill_scheduler: {error}", file=sys.stderr)

@@ -1,15 +1,24 @@
-"""The event loop that both services run on."""
+"""What both services run on: the event loop, and how gRPC waits for its sockets.
+
+To be imported ahead of grpc, which reads its settings when it is imported: first in a service's `__main__`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+
+# gRPC's event engine wakes threads of its own for each message, and they wake the one thread that asyncio hears from. Without it that
+# one waits for the sockets itself: a sixth less CPU around a step. Names that another version does not know change nothing.
+_GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
+
+os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed: an eighth to a quarter less time a message. For `asyncio.Runner`."""
+def new_runner() -> asyncio.Runner:
+    """With uvloop where it is installed: an eighth to a quarter less time a message."""
     try:
         import uvloop
     except ImportError:
-        return None
-    return uvloop.new_event_loop
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
