@@ -54,16 +54,20 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A transformers model in float32, in evaluation mode, with random weights, biases and norms."""
     import transformers
 
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    classes = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3_text": "Gemma3"}
+    name = classes[family]
     sizes = {**_SIZES, **changes}
     if family == "qwen2" and "head_dim" not in changes:
         sizes.pop("head_dim")  # Qwen2's is always hidden / heads
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    config = getattr(transformers, "Gemma3TextConfig" if family == "gemma3_text" else f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
                 parameter.uniform_(0.5, 1.5)
+                if family == "gemma3_text":
+                    parameter.sub_(1.0)  # of these, 1 is added to the weight
             elif key.endswith(".bias"):
                 parameter.normal_(0.0, 0.2)
     return model.eval()

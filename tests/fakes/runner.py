@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from tokenmill_executor.runner import Batch, DeviceLost, RunnerDescription, SampledLogprobs, StepOutput
+from tokenmill_executor.runner import (
+    ONE_GROUP,
+    Batch,
+    BlockGroup,
+    DeviceLost,
+    RunnerDescription,
+    SampledLogprobs,
+    StepOutput,
+)
 
 VOCAB_SIZE = 1000
 EOS = 0
@@ -28,7 +36,10 @@ def oracle_token(context: Sequence[int]) -> int:
 
 @dataclass
 class OracleRunner:
-    """`script` gives a sequence's output tokens by index instead of the oracle. `gate`, if set, holds each step till it is open."""
+    """`script` gives a sequence's output tokens by index instead of the oracle. `gate`, if set, holds each step till it is open.
+
+    Each group of `groups` has its own K and V of every token; of one with a window, what is seen is read and no more.
+    """
 
     max_model_len: int = 64
     script: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -37,10 +48,11 @@ class OracleRunner:
     num_steps: int = 0
     gate: threading.Event | None = None
     stepping: threading.Event = field(default_factory=threading.Event)
+    groups: tuple[BlockGroup, ...] = ONE_GROUP
 
     def __post_init__(self) -> None:
-        self.description = RunnerDescription("oracle", VOCAB_SIZE, self.max_model_len, (EOS,), "cpu", "float32")
-        self._cache: dict[int, tuple[int, int]] = {}
+        self.description = RunnerDescription("oracle", VOCAB_SIZE, self.max_model_len, (EOS,), "cpu", "float32", self.groups)
+        self._cache: dict[int, tuple[int, int, int]] = {}
         self._block_size = 0
         self._num_slots = 0
 
@@ -66,13 +78,15 @@ class OracleRunner:
         if self.broken:
             raise RuntimeError("the device is gone")
         self._write(batch)
-        contexts = [self._read(batch, row) for row in range(len(batch.context_lens))]
-        if any(POISON in context for context in contexts):
+        seen = [self._read(batch, row) for row in range(len(batch.context_lens))]
+        if any(POISON in tokens.values() for tokens in seen):
             raise RuntimeError("poisoned input")
         output = StepOutput([], forward_s=0.001, sample_s=0.0005)
         for index, (row, sample) in enumerate(zip(batch.sample_rows.tolist(), batch.samples, strict=True)):
-            context = contexts[row]
-            assert context == list(sample.token_ids), "the cache holds another context than the sequence's"
+            context = list(sample.token_ids)
+            assert seen[row] == {place: context[place] for place in seen[row]}, (
+                "the cache holds another context than the sequence's"
+            )
             scripted = self.script.get(sample.sequence_id)
             token = oracle_token(context) if scripted is None else scripted[len(context) - sample.num_prompt_tokens]
             output.token_ids.append(token)
@@ -85,22 +99,27 @@ class OracleRunner:
         return output
 
     def _write(self, batch: Batch) -> None:
-        (slots,) = batch.slots.tolist()
+        slots = batch.slots.ravel().tolist()
         assert len(set(slots)) == len(slots), "two tokens of a step share a slot"
         assert all(0 <= slot < self._num_slots for slot in slots)
         for array in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.context_lens, batch.block_tables):
             assert array.dtype == np.int32
-        for slot, token, position in zip(slots, batch.token_ids.tolist(), batch.positions.tolist(), strict=True):
-            self._cache[slot] = (token, position)
+        for group, group_slots in enumerate(batch.slots.tolist()):
+            for slot, token, position in zip(group_slots, batch.token_ids.tolist(), batch.positions.tolist(), strict=True):
+                self._cache[slot] = (group, token, position)
 
-    def _read(self, batch: Batch, row: int) -> list[int]:
-        context = []
+    def _read(self, batch: Batch, row: int) -> dict[int, int]:
+        """The tokens that the queries of a row see, by position."""
+        seen = {}
         length = int(batch.context_lens[row])
-        table = batch.block_tables[0, row].tolist()
-        assert not any(table[-(-length // self._block_size) :]), "entries beyond the context are not 0"
-        for position in range(length):
-            slot = table[position // self._block_size] * self._block_size + position % self._block_size
-            token, written = self._cache[slot]
-            assert written == position, "a slot holds another position"
-            context.append(token)
-        return context
+        first = length - int(batch.query_starts[row + 1] - batch.query_starts[row])
+        for number, group in enumerate(self.groups):
+            table = batch.block_tables[number, row].tolist()
+            assert not any(table[-(-length // self._block_size) :]), "entries beyond the context are not 0"
+            for position in range(length):
+                if group.sliding_window is not None and group.sinks <= position <= first - group.sliding_window:
+                    continue
+                slot = table[position // self._block_size] * self._block_size + position % self._block_size
+                owner, seen[position], written = self._cache[slot]
+                assert (owner, written) == (number, position), "a slot holds another position, or another group's"
+        return seen

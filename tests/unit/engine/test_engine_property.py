@@ -11,11 +11,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.prefix import short_hash
 from tokenmill_executor.records import Admission, Blocks, Plan, PrefixChanges, Result, SequenceFault, SequenceFinish
+from tokenmill_executor.runner import ONE_GROUP, BlockGroup
 
 from tests.fakes.runner import POISON, OracleRunner, oracle_token
 from tests.unit.engine.plans import admission, hasher
 
 MAX_MODEL_LEN = 24
+GROUPS = [ONE_GROUP, ONE_GROUP, (BlockGroup(3, 1),), (BlockGroup(), BlockGroup(5), BlockGroup(1, 6))]
+
+
+def blocks_held(group: BlockGroup, computed: int, size: int) -> int:
+    """Blocks with a position that the token at position `computed` or a later one sees, or that lie among the sinks'."""
+    kept = {position // size for position in range(computed)}
+    if group.sliding_window is not None:
+        sinks = set(range(-(-group.sinks // size)))
+        kept &= sinks | {position // size for position in range(max(0, computed - group.sliding_window + 1), computed)}
+    return len(kept)
 
 
 @dataclass
@@ -35,6 +46,11 @@ class Model:
         return len(self.tokens) - self.num_prompt >= self.max_tokens or len(self.tokens) >= MAX_MODEL_LEN
 
 
+def with_itself(group: BlockGroup) -> BlockGroup:
+    """While a token is computed, its own block is held beside what it sees before."""
+    return group if group.sliding_window is None else replace(group, sliding_window=group.sliding_window + 1)
+
+
 class RandomPlans(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -44,15 +60,20 @@ class RandomPlans(RuleBasedStateMachine):
         self.plan_id = 0
         self.blocks: Blocks | None = None
 
-    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4), caching=st.booleans())
-    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.num_blocks = num_blocks
+    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4), caching=st.booleans(), groups=st.sampled_from(GROUPS))
+    def start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...]) -> None:
+        self.groups = groups
+        self.num_blocks = num_blocks * len(groups)
         self.block_size = block_size
-        self.caching = caching
+        self.caching = caching = caching and groups == ONE_GROUP
         self.forked = False
         self.mirror: set[int] = set()
         self.engine = Engine(
-            OracleRunner(MAX_MODEL_LEN), num_blocks, block_size, max_num_seqs=4, hasher=hasher(block_size) if caching else None
+            OracleRunner(MAX_MODEL_LEN, groups=groups),
+            self.num_blocks,
+            block_size,
+            max_num_seqs=4,
+            hasher=hasher(block_size) if caching else None,
         )
 
     @rule(data=st.data())
@@ -132,7 +153,14 @@ class RandomPlans(RuleBasedStateMachine):
             if fault is SequenceFault.ERROR:
                 assert model.poisoned
             if fault is SequenceFault.TOO_LONG:
-                assert len(model.tokens) > self.num_blocks * self.block_size
+                assert self._least(len(model.tokens)) > self.num_blocks
+
+    def _least(self, tokens: int) -> int:
+        """Blocks that a sequence needs at most when it is computed token by token; each group by itself."""
+        size = self.block_size
+        return sum(
+            max(blocks_held(with_itself(group), computed, size) for computed in range(1, tokens + 1)) for group in self.groups
+        )
 
     @invariant()
     def books_balance(self) -> None:
@@ -140,7 +168,7 @@ class RandomPlans(RuleBasedStateMachine):
             return
         self.engine.check()
         assert self.blocks.free + self.blocks.cached + self.blocks.held == self.num_blocks
-        held = [-(-model.computed // self.block_size) for model in self.live.values()]
+        held = [sum(blocks_held(group, model.computed, self.block_size) for group in self.groups) for model in self.live.values()]
         assert max(held, default=0) <= self.blocks.held <= sum(held)
         if not self.caching:
             assert self.blocks.cached == 0

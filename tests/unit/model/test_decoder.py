@@ -49,7 +49,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window-from-layer-1": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "gemma3": ("gemma3_text", {"sliding_window": 7, "num_hidden_layers": 7, "query_pre_attn_scalar": 40}),
+    "gemma3-kinds-and-ropes": (
+        "gemma3_text",
+        {
+            "sliding_window": 5,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {**LONG, "rope_type": "linear", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+    ),
     "qwen3": ("qwen3", {}),
+    "qwen3-window": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
     "qwen3-biases-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
 
