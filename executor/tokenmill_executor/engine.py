@@ -180,8 +180,8 @@ class Engine:
     def _share_prompt(self, sequence: Sequence) -> int:
         """As `_share_prefix`, from the sequence that it is a fork of; with a prefix cache, that one's blocks are in there.
 
-        The block that the prompt fills only in part is computed anew: that is less than a block of tokens, with no copying of blocks
-        on any device, and so the same arithmetic as without a fork.
+        The rest, at most a block of tokens, is computed anew rather than copied: that needs no copy of blocks on any device, and is
+        the same arithmetic as without a fork.
         """
         other = self._sequences.get(sequence.fork_of)
         if other is None:

@@ -45,4 +45,8 @@ def _lead(sequence: Sequence, executor: ExecutorState) -> Sequence:
 
 
 def _shareable(sequence: Sequence, executor: ExecutorState) -> int:
-    return shareable(sequence.known, executor.description.block_size)
+    """Nothing of a prompt that outgrows a window: its first blocks have gone back to the pool when the last are computed."""
+    description = executor.description
+    if any(0 < group.sliding_window < sequence.known for group in description.block_groups):
+        return 0
+    return shareable(sequence.known, description.block_size)

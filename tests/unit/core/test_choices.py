@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenmill_scheduler.core.choices import MAX_CHOICES, choice_ids, choice_seed, further_choices
-from tokenmill_scheduler.core.records import Plan, SequenceFault, Transitioned
+from tokenmill_scheduler.core.records import BlockGroup, Plan, SequenceFault, Transitioned
 from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
@@ -310,3 +312,15 @@ def test_a_new_priority_for_one_choice_that_waits_moves_the_group_no_more_than_i
     assert states(world, group) == [WAITING] * 2
     world.drain()
     assert states(world, group) == [DONE] * 2
+
+
+@pytest.mark.parametrize(("window", "shared"), [(64, 3 * 2), (20, 0)])
+def test_a_prompt_that_outgrows_a_window_is_not_waited_for(window: int, shared: int) -> None:
+    """Of 40 tokens, 2 blocks of 16 can be shared, unless they are gone when the rest is computed."""
+    executor = replace(description(block_size=16), block_groups=(BlockGroup(window),))
+    world = World(SchedulerConfig(), executor)
+    world.submit(1, prompt=40, n=4, max_tokens=2)
+    world.drain()
+    assert world.executors["x"].forked == shared
+    assert (world.plans[0].advance_max_tokens == (40, 40, 40, 40)) == (shared == 0)
+    world.check_idle()
