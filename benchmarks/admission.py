@@ -1,6 +1,6 @@
 """The three modes of admission compared: what they make of one pool of KV blocks, on the simulator, under its virtual clock.
 
-    python benchmarks/admission.py [--requests 2000] [--rate 12] [--kv-tokens 60000] [--preset a100-8b] [--output FILE]
+    python -m benchmarks.admission [--requests 2000] [--rate 12] [--kv-tokens 60000] [--preset a100-8b] [--output FILE]
 
 The production core plans; the preset's cost model says how long its steps take. Requests arrive at random (Poisson) with prompts
 and outputs of log-normal lengths, once from clients that ask for exactly what they need (careful), once from such as always ask for
