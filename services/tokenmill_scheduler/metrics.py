@@ -17,6 +17,9 @@ from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, FinishRe
 from tokenmill_scheduler.desk import LaneLoad
 from tokenmill_scheduler.ledger.port import Record
 
+# A tuple looks for the very object first; a set would hash it, which members of an enum do slowly.
+_RUNNING, _QUEUED = tuple(sorted(RUNNING)), tuple(sorted(QUEUED))
+
 
 class Latency:
     """One histogram for each lane under each policy that was in force."""
@@ -28,12 +31,12 @@ class Latency:
 
     def use(self, policy: str) -> None:
         """From now on this policy is in force."""
-        self._policy = policy
-        for lane in Lane:
-            self.histograms.setdefault((lane, policy), Histogram(self._bounds))
+        in_force = [self.histograms.setdefault((lane, policy), Histogram(self._bounds)) for lane in Lane]
+        # By the lane's number: to hash a member of an enum takes longer than to observe.
+        self._in_force = [in_force[0], *in_force]
 
     def observe(self, lane: Lane, seconds: float, times: int = 1) -> None:
-        self.histograms[lane, self._policy].observe(seconds, times)
+        self._in_force[lane].observe(seconds, times)
 
     def total(self) -> Histogram:
         """All lanes and policies together."""
@@ -46,7 +49,7 @@ class Latency:
 
 @dataclass(slots=True, eq=False)
 class _Since:
-    """From when the next token of some requests of one lane is timed: of one from its arrival, of many from a step they shared.
+    """From when the next token is timed: of one request from its arrival, of many of one lane from the step that they shared.
 
     `step` is None before the first token.
     """
@@ -54,18 +57,32 @@ class _Since:
     lane: Lane
     at_s: float
     step: _Step | None = None
+    requests: int = 1
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """The last that brought tokens of these requests: so many for each lane. Steady decoding is the same step again and again.
+    """Requests whose last token came together, and mostly the next will: a step of them all costs a few operations for each lane.
 
-    It is `whole` until one of them goes on without the others, or ends.
+    `members` are in the order of their last time; `request_ids` are the same, or empty when one of them has gone since.
     """
 
-    request_ids: tuple[str, ...]
-    times: dict[_Since, int]
-    whole: bool = True
+    members: list[str] = field(default_factory=list)
+    request_ids: tuple[str, ...] = ()
+    since: dict[Lane, _Since] = field(default_factory=dict)
+
+    def join(self, request_id: str, lane: Lane, at_s: float) -> _Since:
+        """At the time of the step, which is `at_s`."""
+        self.members.append(request_id)
+        since = self.since.setdefault(lane, _Since(lane, at_s, self, requests=0))
+        since.at_s = at_s
+        since.requests += 1
+        return since
+
+    def leave(self, request_id: str, lane: Lane) -> None:
+        self.request_ids = ()
+        self.members.remove(request_id)
+        self.since[lane].requests -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +90,7 @@ class _Life:
     """Of a request that has not ended; `accepted_s` is when this scheduler took it up, durable."""
 
     lane: Lane
+    gauge: LaneGauge
     arrival_s: float
     accepted_s: float
 
@@ -85,10 +103,10 @@ class LaneGauge:
     waiting: dict[str, float] = field(default_factory=dict)
 
     def moved(self, request_id: str, before: State | None, after: State, at_s: float) -> None:
-        self.running += (after in RUNNING) - (before in RUNNING)
-        if before in QUEUED:
+        self.running += (after in _RUNNING) - (before in _RUNNING)
+        if before in _QUEUED:
             del self.waiting[request_id]
-        if after in QUEUED:
+        if after in _QUEUED:
             self.waiting[request_id] = at_s
 
     def oldest_wait_s(self, now_s: float) -> float:
@@ -132,11 +150,13 @@ class Metrics:
     def take_up(self, request: Request, state: State, has_output: bool, now_s: float) -> None:
         """Also from another process, with what it had. The gap to a token of that process is not known: it counts from now."""
         request_id = request.request_id
-        self._lives[request_id] = _Life(request.lane, request.arrival_s, now_s)
-        self._since[request_id] = (
-            _Since(request.lane, now_s, _Step((), {}, whole=False)) if has_output else _Since(request.lane, request.arrival_s)
-        )
-        self.lanes[request.lane].moved(request_id, None, state, request.arrival_s)
+        gauge = self.lanes[request.lane]
+        self._lives[request_id] = _Life(request.lane, gauge, request.arrival_s, now_s)
+        if has_output:
+            self._since[request_id] = _Step().join(request_id, request.lane, now_s)
+        else:
+            self._since[request_id] = _Since(request.lane, request.arrival_s)
+        gauge.moved(request_id, None, state, request.arrival_s)
 
     def happened(self, records: Sequence[Record]) -> None:
         """The core said so."""
@@ -146,7 +166,7 @@ class Metrics:
 
     def _moved(self, record: Transitioned) -> None:
         life = self._lives[record.request_id]
-        self.lanes[life.lane].moved(record.request_id, record.before, record.after, record.at_s)
+        life.gauge.moved(record.request_id, record.before, record.after, record.at_s)
         if record.before is State.WAITING and record.after is State.PREFILL:
             self.queue_time.observe(life.lane, record.at_s - life.arrival_s)
             self.scheduling_delay.observe(life.lane, record.at_s - life.accepted_s)
@@ -161,34 +181,55 @@ class Metrics:
                 self._ended(record, now_s)
 
     def _tokens_told(self, request_ids: tuple[str, ...], now_s: float) -> None:
-        """One sample a request. A step of the same requests as their last one costs a few operations for each lane."""
-        step = self._since[request_ids[0]].step
-        if step is None or not step.whole or step.request_ids != request_ids:
-            self._step_of_others(request_ids, now_s)
-            return
-        for since, times in step.times.items():
-            self.inter_token.observe(since.lane, now_s - since.at_s, times)
-            since.at_s = now_s
+        """One sample a request; those that had their last token together are counted together."""
+        step = self._step_of(request_ids)
+        came = self._changes(step, request_ids) if step.request_ids != request_ids else ()
+        for since in step.since.values():
+            if since.requests:
+                self.inter_token.observe(since.lane, now_s - since.at_s, since.requests)
+                since.at_s = now_s
+        for request_id in came:
+            self._join(request_id, step, now_s)
 
-    def _step_of_others(self, request_ids: tuple[str, ...], now_s: float) -> None:
-        """Most of them had their last token together, so they are counted together."""
-        before = list(map(self._since.__getitem__, request_ids))
-        step = _Step(request_ids, {})
-        shared = {lane: _Since(lane, now_s, step) for lane in Lane}
-        after: dict[_Since, _Since] = {}
-        for since, times in Counter(before).items():
-            latency = self.time_to_first_token if since.step is None else self.inter_token
-            latency.observe(since.lane, now_s - since.at_s, times)
-            if since.step is not None:
-                since.step.whole = False
-            after[since] = shared[since.lane]
-            step.times[shared[since.lane]] = step.times.get(shared[since.lane], 0) + times
-        self._since.update(zip(request_ids, map(after.__getitem__, before), strict=True))
+    def _changes(self, step: _Step, request_ids: tuple[str, ...]) -> Sequence[str]:
+        """Those that were not of this step; the ones that are not here leave it."""
+        stayed = len(step.members)
+        step.request_ids = request_ids
+        # Those that ended have left already, and new ones are the last.
+        if step.members == list(request_ids[:stayed]):
+            return request_ids[stayed:]
+        here, before = set(request_ids), set(step.members)
+        for request_id in [member for member in step.members if member not in here]:
+            self._sit_out(request_id, step)
+        step.members = [request_id for request_id in request_ids if request_id in before]
+        step.request_ids = request_ids
+        return [request_id for request_id in request_ids if request_id not in before]
+
+    def _step_of(self, request_ids: tuple[str, ...]) -> _Step:
+        """The larger of those that the first and the last of them are of: most of the others are of it, too."""
+        steps = [step for request_id in (request_ids[0], request_ids[-1]) if (step := self._since[request_id].step) is not None]
+        return max(steps, key=lambda step: len(step.members)) if steps else _Step()
+
+    def _sit_out(self, request_id: str, step: _Step) -> None:
+        """The others go on without it."""
+        since = self._since[request_id]
+        step.leave(request_id, since.lane)
+        self._since[request_id] = _Step().join(request_id, since.lane, since.at_s)
+
+    def _join(self, request_id: str, step: _Step, now_s: float) -> None:
+        """From its arrival, or from another step."""
+        since = self._since[request_id]
+        latency = self.time_to_first_token if since.step is None else self.inter_token
+        latency.observe(since.lane, now_s - since.at_s)
+        if since.step is not None:
+            since.step.leave(request_id, since.lane)
+        self._since[request_id] = step.join(request_id, since.lane, now_s)
 
     def _ended(self, record: Transitioned, now_s: float) -> None:
         life = self._lives.pop(record.request_id)
-        if (step := self._since.pop(record.request_id).step) is not None:
-            step.whole = False
+        since = self._since.pop(record.request_id)
+        if since.step is not None:
+            since.step.leave(record.request_id, since.lane)
         assert record.finish_reason is not None
         self.finished[record.finish_reason] += 1
         if record.after is State.DONE:
