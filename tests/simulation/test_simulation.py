@@ -19,7 +19,7 @@ from tokenmill_scheduler.core.records import SequenceFault
 from tokenmill_scheduler.core.request import TERMINAL, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
-from tests.simulation.world import World, description
+from tests.simulation.world import MODEL, World, description
 
 _ROOT = Path(__file__).parents[2]
 
@@ -58,7 +58,8 @@ class Simulation:
 
     def _acts(self) -> dict[Callable[[], None], float]:
         acts: dict[Callable[[], None], float] = {
-            self._submit: 6,
+            self._submit: 5,
+            self._submit_choices: 1,
             self._plan: 10,
             self._step: 10,
             self._deliver: 10,
@@ -81,6 +82,13 @@ class Simulation:
         prompt, max_tokens = rng.randint(1, 24), rng.choice([1, 2, rng.randint(1, 24)])
         seed = len(self.world.records) + 1
         self.world.submit(seed, prompt, max_tokens, priority=rng.randint(0, 2), deadline_s=deadline_s)
+
+    def _submit_choices(self) -> None:
+        rng = self.rng
+        prompt, max_tokens = rng.randint(1, 16), rng.choice([1, rng.randint(2, 16)])
+        # What can never be held is refused before it comes here.
+        n = min(rng.randint(2, 4), self.world.core.most_choices(MODEL, prompt, max_tokens) or 1)
+        self.world.submit(len(self.world.records) + 1, prompt, max_tokens, priority=rng.randint(0, 2), n=n)
 
     def _plan(self) -> None:
         self.world.plan(self._executor())
@@ -143,7 +151,8 @@ class Simulation:
 
     def _inject(self, fault: SequenceFault) -> None:
         if self.world.records:
-            self.world.executors[self._executor()].inject[int(self._request()[1:])] = fault
+            seed = self.world.records[self._request()].request.sampling.seed
+            self.world.executors[self._executor()].inject[seed] = fault
 
     def _stop_faults(self) -> None:
         self._join()
@@ -213,6 +222,7 @@ def test_the_simulations_reach_what_they_are_for() -> None:
         simulation = Simulation(seed, calm=False)
         simulation.run(150)
         seen.update(record.state.value for record in simulation.world.records.values())
+        seen["forked"] += sum(executor.forked for executor in simulation.world.executors.values())
         seen["hits"] += simulation.world.core.counters.prefix_cache_hits
         seen["preempted"] += sum("preempted" in record.path for record in simulation.world.records.values())
-    assert all(seen[kind] >= 5 for kind in ("done", "cancelled", "expired", "failed", "preempted", "hits")), seen
+    assert all(seen[kind] >= 5 for kind in ("done", "cancelled", "expired", "failed", "preempted", "hits", "forked")), seen
