@@ -71,6 +71,8 @@ def _head(history: History, server: str, now: datetime, trouble: str) -> _Sectio
     left = Text.assemble((" tokenmill ", "bold reverse"), "  ", (server, "bold"), f"   {load.policy}, {load.batching} batching")
     if load.queue_paused:
         left.append(f"   queue paused {load.queue_pause_reason}", "bold yellow")
+    if load.overload_stage:
+        left.append(f"   overload stage {load.overload_stage}: {load.overload_reason}", _ALARM)
     if trouble:
         left.append(f"   {trouble}", _ALARM)
     line.add_row(left, Text(now.strftime("%H:%M:%S "), _QUIET))
@@ -234,7 +236,8 @@ def _totals(history: History, width: int) -> _Section:
         f"steps/s {history.rate(lambda of: of.steps):,.0f}",
         f"prompt tokens/s {history.rate(lambda of: of.prompt_tokens):,.0f}",
         f"prefix hits {hits:.0%}",
-        f"preempted {load.preemptions:,}",
+        f"preempted {load.preemptions:,}" + (f", {load.recomputed_tokens:,} tokens again" if load.recomputed_tokens else ""),
+        *([f"queued tokens {load.queued_tokens:,}"] if load.queued_tokens else []),
         f"streams {load.streams_open:,}",
         f"ledger backlog {load.ledger_backlog:,}",
         *([f"out of blocks {load.no_blocks:,}"] if load.no_blocks else []),

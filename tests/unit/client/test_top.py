@@ -151,11 +151,26 @@ def test_a_frame_says_all_there_is_to_say(history: History) -> None:
 
 def test_trouble_and_what_an_operator_holds_back_are_told(history: History) -> None:
     last = history.last
-    held = replace(last.load, queue_paused=True, queue_pause_reason="by ann: new model")
+    held = replace(
+        last.load,
+        queue_paused=True,
+        queue_pause_reason="by ann",
+        overload_stage=2,
+        overload_reason="it waits",
+        recomputed_tokens=70,
+    )
     gone, drained = executor("gone", connected=False), replace(executor(), draining=True)
     history.add(Look(50.0, held, (gone, drained), ()))
     text = "\n".join(drawn(history, 160, 40, trouble="no answer"))
-    for words in ("queue paused by ann: new model", "no answer", "not connected", "drained"):
+    told = (
+        "queue paused by ann",
+        "overload stage 2: it waits",
+        "no answer",
+        "not connected",
+        "drained",
+        "preempted 4, 70 tokens again",
+    )
+    for words in told:
         assert words in text
     history.add(Look(51.0, held, (), ()))
     assert "no executor has joined yet" in "\n".join(drawn(history, 100, 30))
