@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
+from tokenmill_scheduler.core.choices import choice_ids, further_choices
 from tokenmill_scheduler.core.records import ResultArrived
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -77,14 +78,15 @@ class World:
     calls: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def submit(self) -> None:
-        new = request(f"r{len(self.asked)}", len(self.asked) + 1, self.rng.randint(1, 12), detached=self.rng.random() < 0.5)
-        self.asked[new.request_id] = new
+        n, detached = self.rng.choice([1, 1, 2, 3]), self.rng.random() < 0.5
+        new = request(f"r{len(self.asked)}", len(self.asked) + 1, self.rng.randint(1, 12), detached=detached, n=n, best_of=n)
+        self.asked |= {choice.request_id: choice for choice in (new, *further_choices(new))}
         self.calls.append(asyncio.create_task(self._submit(new)))
 
     async def _submit(self, new: Request) -> None:
         with suppress(Unavailable):
             await self.shell.service.submit(new, b"d")
-            self.accepted.add(new.request_id)
+            self.accepted.update(choice_ids(new))
 
     async def attach(self) -> None:
         """To any request that its client knows to be accepted, from where it likes."""
