@@ -3,7 +3,7 @@
     python benchmarks/scheduler_step.py [--running 256] [--waiting 10000] [--steps 2000] [--output FILE]
 
 Two loads: `decode` (every slot decodes to the end of the measurement) and `churn` (requests end and others are admitted all the
-time), under each policy, and with lanes and tenants in play, too (`shared`). Also the cost of the single events that touch the queue.
+time), under each policy, and once more with lanes and tenants in play (`shared`). Also the cost of the single events that touch it.
 Times are the thread's own processor time, so that a busy machine does not blur them. Prints a table and writes it as markdown.
 """
 

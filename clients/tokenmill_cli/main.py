@@ -14,8 +14,8 @@ from tokenmill_cli.app import root_options
 from tokenmill_cli.exits import CommandError, ExitCode, command_error
 
 _COMMANDS = (
-    "serve", "generate", "requests", "executors", "queue", "actions", "load", "top", "health", "models", "db", "auth", "bench",
-    "demo", "simulate", "replay", "completion",
+    "serve", "generate", "requests", "executors", "queue", "policy", "actions", "load", "top", "health", "models", "db", "auth",
+    "bench", "demo", "simulate", "replay", "completion",
 )  # fmt: skip
 
 

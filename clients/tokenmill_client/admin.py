@@ -7,7 +7,17 @@ from datetime import datetime
 
 from tokenmill.admin.v1 import admin_pb2_grpc
 
-from tokenmill_client.records import Action, CancelOutcome, Executor, Load, RequestFilter, RequestInfo, RequestLife
+from tokenmill_client.records import (
+    Action,
+    CancelOutcome,
+    Executor,
+    LaneShares,
+    Load,
+    Policy,
+    RequestFilter,
+    RequestInfo,
+    RequestLife,
+)
 from tokenmill_client.transport import Transport
 from tokenmill_client.wire import incoming, outgoing
 
@@ -86,6 +96,28 @@ class AsyncAdmin:
     async def resume_queue(self, *, reason: str = "", timeout: float | None = None) -> bool:
         """False when it was not paused."""
         return not (await self._transport.call(self._stub.ResumeQueue, outgoing.resume_queue(reason), timeout)).unchanged
+
+    async def get_policy(self, *, timeout: float | None = None) -> Policy:
+        """Who runs sooner, as it is now."""
+        response = await self._transport.call(self._stub.GetPolicy, outgoing.get_policy(), timeout)
+        return incoming.policy(response.policy, response.reason)
+
+    async def set_policy(
+        self,
+        policy: str | None = None,
+        *,
+        fair_share: bool | None = None,
+        lane_shares: LaneShares | None = None,
+        reason: str = "",
+        timeout: float | None = None,
+    ) -> bool:
+        """Changes what is given, while requests wait and run, until `reset_policy`, also across restarts. False when it was so."""
+        request = outgoing.set_policy(policy, fair_share, lane_shares, reason)
+        return not (await self._transport.call(self._stub.SetPolicy, request, timeout)).unchanged
+
+    async def reset_policy(self, *, reason: str = "", timeout: float | None = None) -> bool:
+        """Back to what the settings say. False when none was set."""
+        return not (await self._transport.call(self._stub.ResetPolicy, outgoing.reset_policy(reason), timeout)).unchanged
 
     async def drain_executor(self, name: str, *, reason: str = "", timeout: float | None = None) -> Executor:
         """Moves its work elsewhere and gives it none until `undrain_executor`, also across restarts."""

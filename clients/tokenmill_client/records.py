@@ -287,6 +287,25 @@ class LatencyHistogram:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneShares:
+    """Slots that each lane is guaranteed while it has work, in per cent."""
+
+    real_time: int
+    standard: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who runs sooner. `reason` says by whom and why it was set, empty when it is what the settings say or was just set."""
+
+    policy: str
+    fair_share: bool
+    lane_shares: LaneShares
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Meanings as in `tokenmill.admin.v1.GetLoadResponse`."""
 

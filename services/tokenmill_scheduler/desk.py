@@ -22,6 +22,7 @@ from tokenmill_scheduler.ledger.port import (
     StoredRequest,
     StoredTransition,
 )
+from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.text.model import TextModel
 
 
@@ -231,6 +232,14 @@ class Load:
     finished: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyStatus:
+    """The order in force; `why` says by whom and why it was set, empty when it is that of the settings."""
+
+    choice: OrderingChoice
+    why: str = ""
+
+
 class Desk(Protocol):
     def model(self, name: str) -> ServedModel:
         """The model of this name, or the only one when `name` is empty. Raises UnknownModel, or Unavailable before any is known."""
@@ -303,6 +312,14 @@ class OperatorDesk(Protocol):
 
     async def undrain_executor(self, name: str, actor: str, reason: str) -> ExecutorStatus:
         """Raises UnknownExecutor."""
+
+    def policy(self) -> PolicyStatus: ...
+
+    async def set_policy(self, choice: OrderingChoice, actor: str, reason: str) -> bool:
+        """False when it is in force already."""
+
+    async def reset_policy(self, actor: str, reason: str) -> bool:
+        """Back to that of the settings. False when none was set."""
 
     async def actions(self, query: ActionQuery) -> ActionPage:
         """Raises ValueError when the page token is not one it gave."""

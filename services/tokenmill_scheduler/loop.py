@@ -21,6 +21,7 @@ from typing import Protocol
 import structlog
 
 from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core.ordering import Ordering
 from tokenmill_scheduler.core.records import Event, OverloadChanged, PlanIssued, Result, Transitioned
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
@@ -187,6 +188,11 @@ class Loop:
 
     # ---- what there is to see --------------------------------------------------------------------------------------------------
 
+    @property
+    def ordering(self) -> Ordering:
+        """Who runs sooner, as it is now."""
+        return self._scheduler.ordering
+
     def wait_reason(self, request_id: str) -> str:
         return self._scheduler.wait_reason(request_id)
 
@@ -209,7 +215,7 @@ class Loop:
             prefix_cache_hits=counters.prefix_cache_hits,
             ledger_backlog=self._writer.backlog,
             batching=scheduler.config.batching,
-            policy=scheduler.config.policy,
+            policy=scheduler.ordering.policy.name,
             queue_paused=scheduler.paused,
             recomputed_tokens=counters.recomputed_tokens,
             queued_tokens=scheduler.num_queued_tokens,

@@ -1,4 +1,4 @@
-"""What operators hold back (the queue, executors) and the record of what they did: implements `desk.OperatorDesk`.
+"""What operators hold back (the queue, executors), the policy they set, and the record of it all: implements `desk.OperatorDesk`.
 
 A hold is in the ledger and outlives every scheduler; each scheduler on the database looks now and then and does as it says.
 Must not know: protobuf, SQL.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import structlog
+
 from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.records import Event
-from tokenmill_scheduler.desk import ExecutorStatus, UnknownExecutor
-from tokenmill_scheduler.ledger.port import Action, ActionPage, ActionQuery, ActionVerb, Hold, Ledger, LedgerUnavailable
+from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, UnknownExecutor
+from tokenmill_scheduler.ledger.port import POLICY, Action, ActionPage, ActionQuery, ActionVerb, Hold, Ledger, LedgerUnavailable
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.reads import read_ledger
 
 LOOK_INTERVAL_S = 2.0
-# A hold's target: an executor's name, or the queue.
+# A hold's target: an executor's name, POLICY, or the queue.
 QUEUE = ""
 
 
@@ -28,6 +31,8 @@ class Operators:
         self._loop = loop
         self._ledger = ledger
         self._check_open = check_open
+        self._configured = OrderingChoice.of(loop.ordering)
+        self._log = structlog.get_logger(__name__)
         self._holds: dict[str, Hold] = {}
         # Our own changes: what was read before the last of them was durable is out of date.
         self._begun = self._durable = 0
@@ -50,6 +55,22 @@ class Operators:
         await self._end(name, ActionVerb.UNDRAIN_EXECUTOR, actor, reason)
         return self._executor(name)
 
+    def policy(self) -> PolicyStatus:
+        hold = self._holds.get(POLICY)
+        return PolicyStatus(OrderingChoice.of(self._loop.ordering), "" if hold is None else _why(hold))
+
+    async def set_policy(self, choice: OrderingChoice, actor: str, reason: str) -> bool:
+        self._check_open()
+        if choice == OrderingChoice.of(self._loop.ordering):
+            return False
+        hold = Hold(POLICY, actor, reason, self._loop.clock(), str(choice))
+        self._holds[POLICY] = hold
+        await self._change(choice.event, Action(hold.at_s, actor, ActionVerb.SET_POLICY, POLICY, reason, hold.detail))
+        return True
+
+    async def reset_policy(self, actor: str, reason: str) -> bool:
+        return await self._end(POLICY, ActionVerb.RESET_POLICY, actor, reason)
+
     async def actions(self, query: ActionQuery) -> ActionPage:
         return await read_ledger(self._ledger.actions, query)
 
@@ -63,11 +84,11 @@ class Operators:
             return
         for target in [target for target in self._holds if target not in stored]:
             del self._holds[target]
-            self._loop.handle(_released(target))
+            self._loop.handle(self._released(target))
         for target, hold in stored.items():
             if self._holds.get(target) != hold:
                 self._holds[target] = hold
-                self._loop.handle(_held(hold))
+                self._loop.handle(self._held(hold))
 
     async def watch(self) -> None:
         """Until cancelled: what was changed through another scheduler of this database holds here too."""
@@ -86,7 +107,7 @@ class Operators:
             return False
         hold = Hold(target, actor, reason, self._loop.clock())
         self._holds[target] = hold
-        await self._change(_held(hold), Action(hold.at_s, actor, verb, target, reason))
+        await self._change(self._held(hold), Action(hold.at_s, actor, verb, target, reason))
         return True
 
     async def _end(self, target: str, verb: ActionVerb, actor: str, reason: str) -> bool:
@@ -94,7 +115,7 @@ class Operators:
         self._check_open()
         if self._holds.pop(target, None) is None:
             return False
-        await self._change(_released(target), Action(self._loop.clock(), actor, verb, target, reason))
+        await self._change(self._released(target), Action(self._loop.clock(), actor, verb, target, reason))
         return True
 
     async def _change(self, event: Event, action: Action) -> None:
@@ -114,11 +135,23 @@ class Operators:
                 return executor
         raise UnknownExecutor(f"no executor {name} has joined")
 
+    def _held(self, hold: Hold) -> Event:
+        if hold.target == POLICY:
+            return self._policy_held(hold)
+        return core.QueuePaused(_why(hold)) if hold.target == QUEUE else core.ExecutorDrained(hold.target, _why(hold))
 
-def _held(hold: Hold) -> Event:
-    why = f"by {hold.actor}: {hold.reason}" if hold.reason else f"by {hold.actor}"
-    return core.QueuePaused(why) if hold.target == QUEUE else core.ExecutorDrained(hold.target, why)
+    def _policy_held(self, hold: Hold) -> Event:
+        try:
+            return OrderingChoice.parse(hold.detail).event
+        except ValueError as error:
+            self._log.error("the policy that was set is not known here: that of the settings is in force", reason=str(error))
+            return self._configured.event
+
+    def _released(self, target: str) -> Event:
+        if target == POLICY:
+            return self._configured.event
+        return core.QueueResumed() if target == QUEUE else core.ExecutorUndrained(target)
 
 
-def _released(target: str) -> Event:
-    return core.QueueResumed() if target == QUEUE else core.ExecutorUndrained(target)
+def _why(hold: Hold) -> str:
+    return f"by {hold.actor}: {hold.reason}" if hold.reason else f"by {hold.actor}"

@@ -21,6 +21,7 @@ from tokenmill_service.flags import (
     FlagParser,
     SettingsError,
     count,
+    count_or_zero,
     file,
     fraction,
     message_bytes,
@@ -33,9 +34,9 @@ from tokenmill_service.tls import ClientTls, ServerTls, server_tls
 
 from tokenmill_scheduler.core.admission import ADMISSION_MODES
 from tokenmill_scheduler.core.backlog import QueueLimits
-from tokenmill_scheduler.core.overload import OverloadConfig
-from tokenmill_scheduler.core.lanes import lane_shares
+from tokenmill_scheduler.core.lanes import LaneShares, parse_lane_shares
 from tokenmill_scheduler.core.ordering import AGEING_TURN, MAX_PRIORITY_WAIT_S
+from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -203,6 +204,13 @@ def _name(text: str) -> str:
     return text
 
 
+def _lane_shares(text: str) -> LaneShares:
+    try:
+        return parse_lane_shares(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _at_least_two(text: str) -> int:
     if (value := count(text)) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2")
@@ -278,15 +286,14 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "tenants share each lane's tokens by their weights; the policy orders the requests of each",
         },
         "--lane-shares": {
-            "type": lane_shares,
+            "type": _lane_shares,
             "default": "real_time=50,standard=40,batch=10",
             "help": "slots that each lane is guaranteed while it has work, in per cent",
         },
         "--ageing-turn": {
-            "type": whole,
+            "type": count_or_zero,
             "default": AGEING_TURN,
-            "help": "of so many admissions, under a policy that lets later requests overtake, one is of the request that arrived first; "
-            "0: never",
+            "help": "of so many admissions, where the policy lets later requests overtake, one is of the oldest request; 0: none",
         },
         "--max-priority-wait": {
             "type": seconds,

@@ -17,9 +17,9 @@ class MemoryActions:
         self._last_number += 1
         self._numbered[self._last_number] = action
         match action.verb:
-            case ActionVerb.PAUSE_QUEUE | ActionVerb.DRAIN_EXECUTOR:
-                self._holds[action.target] = Hold(action.target, action.actor, action.reason, action.at_s)
-            case ActionVerb.RESUME_QUEUE | ActionVerb.UNDRAIN_EXECUTOR:
+            case ActionVerb.PAUSE_QUEUE | ActionVerb.DRAIN_EXECUTOR | ActionVerb.SET_POLICY:
+                self._holds[action.target] = Hold(action.target, action.actor, action.reason, action.at_s, action.detail)
+            case ActionVerb.RESUME_QUEUE | ActionVerb.UNDRAIN_EXECUTOR | ActionVerb.RESET_POLICY:
                 self._holds.pop(action.target, None)
 
     def query(self, query: ActionQuery) -> ActionPage:

@@ -152,6 +152,12 @@ def action(message: admin_pb2.Action) -> records.Action:
     return _record(records.Action, message, at=message.at.ToDatetime(tzinfo=UTC))
 
 
+def policy(message: admin_pb2.Policy, reason: str = "") -> records.Policy:
+    shares = message.lane_shares
+    lane_shares = records.LaneShares(shares.real_time, shares.standard, shares.batch)
+    return records.Policy(message.policy, message.fair_share, lane_shares, reason)
+
+
 def load(response: admin_pb2.GetLoadResponse) -> records.Load:
     return _record(
         records.Load,

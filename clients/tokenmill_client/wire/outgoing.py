@@ -12,7 +12,7 @@ from tokenmill.inference.v1 import inference_pb2, types_pb2
 
 from tokenmill_client.errors import ErrorDetails, InvalidRequest
 from tokenmill_client.options import GenerateOptions, OutputForm, PromptForms, SubmitOptions
-from tokenmill_client.records import Lane, RequestFilter
+from tokenmill_client.records import Lane, LaneShares, RequestFilter
 
 _SCALARS = frozenset(
     {
@@ -185,6 +185,29 @@ def retry_request(request_id: str, reason: str) -> admin_pb2.RetryRequestRequest
 
 def pause_queue(reason: str) -> admin_pb2.PauseQueueRequest:
     return admin_pb2.PauseQueueRequest(reason=reason)
+
+
+def get_policy() -> admin_pb2.GetPolicyRequest:
+    return admin_pb2.GetPolicyRequest()
+
+
+def set_policy(
+    policy: str | None, fair_share: bool | None, lane_shares: LaneShares | None, reason: str
+) -> admin_pb2.SetPolicyRequest:
+    request = admin_pb2.SetPolicyRequest(policy=policy or "", reason=reason)
+    if fair_share is not None:
+        request.fair_share = fair_share
+    if lane_shares is not None:
+        request.lane_shares.real_time = lane_shares.real_time
+        request.lane_shares.standard = lane_shares.standard
+        request.lane_shares.batch = lane_shares.batch
+        # Also when all are 0.
+        request.lane_shares.SetInParent()
+    return request
+
+
+def reset_policy(reason: str) -> admin_pb2.ResetPolicyRequest:
+    return admin_pb2.ResetPolicyRequest(reason=reason)
 
 
 def resume_queue(reason: str) -> admin_pb2.ResumeQueueRequest:

@@ -6,7 +6,7 @@ work, is admitted before the others; what a lane does not use, the others may.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from tokenmill_scheduler.core.request import Lane
@@ -31,3 +31,26 @@ def guaranteed_slots(shares: LaneShares, slots: int) -> Mapping[Lane, int]:
     while sum(guaranteed.values()) > slots:
         guaranteed[max(Lane, key=lambda lane: guaranteed[lane])] -= 1
     return guaranteed
+
+
+def check_lane_shares(shares: Sequence[int]) -> None:
+    """Raises ValueError, with what is to be done."""
+    if len(shares) != len(Lane) or any(not 0 <= share <= 100 for share in shares) or sum(shares) > 100:
+        raise ValueError("lane shares are whole numbers from 0 to 100, one a lane, and come to 100 per cent at most")
+
+
+def parse_lane_shares(text: str) -> LaneShares:
+    """Of words such as "real_time=50,standard=40,batch=10"; a lane that is not named has no guarantee. Raises ValueError."""
+    lanes = {lane.name.lower(): lane for lane in Lane}
+    shares = dict.fromkeys(Lane, 0)
+    for part in text.split(","):
+        name, _, share = part.strip().partition("=")
+        if name not in lanes or not (share.isascii() and share.isdigit()):
+            raise ValueError(f"{text!r} is not like {lane_shares_in_words(DEFAULT_LANE_SHARES)}, in per cent of the slots")
+        shares[lanes[name]] = int(share)
+    check_lane_shares(tuple(shares.values()))
+    return shares[Lane.REAL_TIME], shares[Lane.STANDARD], shares[Lane.BATCH]
+
+
+def lane_shares_in_words(shares: LaneShares) -> str:
+    return ",".join(f"{lane.name.lower()}={share}" for lane, share in zip(Lane, shares, strict=True))

@@ -148,7 +148,7 @@ class _Lane:
 
 
 class _Line:
-    """What is left of one line: first the window, sorted by hits, then all behind it. A place is a rank, so that the line may change."""
+    """What is left of one line: first the window, sorted by hits, then all behind it, by rank, so that the line may change."""
 
     def __init__(self, line: Line, ordering: Ordering, looks: _Looks) -> None:
         self._line = line

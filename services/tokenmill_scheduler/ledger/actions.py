@@ -10,14 +10,14 @@ from tokenmill_scheduler.ledger.codec import clean
 from tokenmill_scheduler.ledger.port import Action, ActionPage, ActionQuery, ActionVerb, Hold
 from tokenmill_scheduler.ledger.tables import actions, holds
 
-_BEGINS_HOLD = frozenset({ActionVerb.PAUSE_QUEUE, ActionVerb.DRAIN_EXECUTOR})
-_ENDS_HOLD = frozenset({ActionVerb.RESUME_QUEUE, ActionVerb.UNDRAIN_EXECUTOR})
+_BEGINS_HOLD = frozenset({ActionVerb.PAUSE_QUEUE, ActionVerb.DRAIN_EXECUTOR, ActionVerb.SET_POLICY})
+_ENDS_HOLD = frozenset({ActionVerb.RESUME_QUEUE, ActionVerb.UNDRAIN_EXECUTOR, ActionVerb.RESET_POLICY})
 
 
 def record(connection: Connection, done: Sequence[Action]) -> None:
     """In order: of two holds on one target the later one holds."""
     for action in done:
-        reason = clean(action.reason)
+        reason, detail = clean(action.reason), clean(action.detail)
         connection.execute(
             insert(actions).values(
                 at_s=action.at_s,
@@ -25,13 +25,14 @@ def record(connection: Connection, done: Sequence[Action]) -> None:
                 verb=action.verb.value,
                 target=action.target,
                 reason=reason,
-                detail=clean(action.detail),
+                detail=detail,
             )
         )
         if action.verb in _BEGINS_HOLD | _ENDS_HOLD:
             connection.execute(delete(holds).where(holds.c.target == action.target))
         if action.verb in _BEGINS_HOLD:
-            connection.execute(insert(holds).values(target=action.target, actor=action.actor, reason=reason, at_s=action.at_s))
+            hold = {"target": action.target, "actor": action.actor, "reason": reason, "at_s": action.at_s, "detail": detail}
+            connection.execute(insert(holds).values(hold))
 
 
 def query(connection: Connection, query: ActionQuery) -> ActionPage:
@@ -49,7 +50,7 @@ def query(connection: Connection, query: ActionQuery) -> ActionPage:
 
 def in_force(connection: Connection) -> tuple[Hold, ...]:
     rows = connection.execute(select(holds).order_by(holds.c.target))
-    return tuple(Hold(row.target, row.actor, row.reason, row.at_s) for row in rows)
+    return tuple(Hold(row.target, row.actor, row.reason, row.at_s, row.detail) for row in rows)
 
 
 def prune(connection: Connection, before_s: float, limit: int) -> None:

@@ -108,6 +108,10 @@ class Outcome(StrEnum):
     CONFLICT = "conflict"
 
 
+# The target of what is done to the policy.
+POLICY = "*policy*"
+
+
 class ActionVerb(StrEnum):
     CANCEL = "cancel"
     UPDATE = "update"
@@ -116,13 +120,16 @@ class ActionVerb(StrEnum):
     RESUME_QUEUE = "resume_queue"
     DRAIN_EXECUTOR = "drain_executor"
     UNDRAIN_EXECUTOR = "undrain_executor"
+    SET_POLICY = "set_policy"
+    RESET_POLICY = "reset_policy"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """What an operator did, recorded with what it changed. `target` is a request id or an executor's name; empty: the queue.
 
-    A pause or a drain puts its target on hold, a resume or an undrain ends the hold.
+    A pause or a drain puts its target on hold, a resume or an undrain ends the hold; a policy that is set is a hold, too, until it
+    is reset.
     """
 
     at_s: float
@@ -207,12 +214,16 @@ class RequestQuery:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """An executor that is drained (`target` is its name), or the queue that is paused (empty), until an operator ends it."""
+    """An executor that is drained (`target` is its name), the queue that is paused (empty), or the policy that was set (POLICY).
+
+    Until an operator ends it. `detail` is that of the action.
+    """
 
     target: str
     actor: str
     reason: str
     at_s: float
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,4 +198,6 @@ holds = Table(
     Column("actor", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("at_s", Double, nullable=False),
+    # That of the action: the policy that was set.
+    Column("detail", Text, nullable=False),
 )

@@ -13,6 +13,7 @@ from typing import Any
 from tokenmill.admin.v1 import admin_pb2 as pb
 from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 
+from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.request import TERMINAL, Lane, State
 from tokenmill_scheduler.desk import Desk, OperatorDesk, RequestStatus, UnknownRequest
 from tokenmill_scheduler.intake import InvalidArgument, Violations
@@ -27,6 +28,7 @@ from tokenmill_scheduler.intake.fields import (
 )
 from tokenmill_scheduler.intake.request import draw_request_id
 from tokenmill_scheduler.ledger.port import ActionQuery, RequestPage, RequestQuery
+from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.auth import current_identity
 
@@ -129,6 +131,19 @@ class AdminServicer(AdminServiceServicer):
         status = await self._operators.undrain_executor(request.name, _actor(), read_reason(request.reason))
         return pb.UndrainExecutorResponse(executor=convert.executor(status))
 
+    async def GetPolicy(self, request: pb.GetPolicyRequest, context: Any) -> pb.GetPolicyResponse:
+        status = self._operators.policy()
+        return pb.GetPolicyResponse(policy=convert.policy(status.choice), reason=status.why)
+
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: Any) -> pb.SetPolicyResponse:
+        choice, reason = _read_choice(request, self._operators.policy().choice), read_reason(request.reason)
+        changed = await self._operators.set_policy(choice, _actor(), reason)
+        return pb.SetPolicyResponse(policy=convert.policy(choice), unchanged=not changed)
+
+    async def ResetPolicy(self, request: pb.ResetPolicyRequest, context: Any) -> pb.ResetPolicyResponse:
+        changed = await self._operators.reset_policy(_actor(), read_reason(request.reason))
+        return pb.ResetPolicyResponse(policy=convert.policy(self._operators.policy().choice), unchanged=not changed)
+
     async def ListActions(self, request: pb.ListActionsRequest, context: Any) -> pb.ListActionsResponse:
         violations = Violations()
         limit = _read_page_size(request.page_size, violations)
@@ -162,21 +177,27 @@ class AdminServicer(AdminServiceServicer):
             raise InvalidArgument.of("page_token", _PAGE_TOKEN_WORDS) from error
 
     async def _matches(self, filter_: pb.RequestFilter) -> list[str]:
-        """Ids of all requests the filter names, oldest first; of those that have not ended unless it names states itself."""
+        """Ids of all requests the filter names, oldest first; of those that have not ended unless it names states itself.
+
+        Where it names the first choice of a request, that stands for all of them.
+        """
         violations = Violations()
         query = self._read_filter(filter_, violations)
         if not filter_.ListFields():
             violations.add("filter", "must have at least one condition when no request_ids are given")
         violations.raise_any()
         query = replace(query, states=query.states or _LIVE, oldest_first=True, limit=MAX_PAGE_SIZE)
-        matches: list[str] = []
+        matches: dict[str, None] = {}
         while True:
             page = await self._page(query)
-            matches += [stored.request.request_id for stored in page.requests]
+            for stored in page.requests:
+                # The first choice comes before the others.
+                if stored.request.parent not in matches:
+                    matches[stored.request.request_id] = None
             if len(matches) > MAX_CANCELLED_MATCHES:
                 raise InvalidArgument.of("filter", f"names more than {MAX_CANCELLED_MATCHES} requests; nothing was cancelled")
             if not page.next_page_token:
-                return matches
+                return list(matches)
             query = replace(query, page_token=page.next_page_token)
 
     async def _preview(self, request_id: str) -> pb.CancelRequestsResponse.Outcome:
@@ -224,6 +245,18 @@ def _read_lanes(filter_: pb.RequestFilter, violations: Violations) -> tuple[Lane
     for index, number in enumerate(filter_.lanes):
         violations.require(not number or is_lane(number), f"filter.lanes[{index}]", LANE_WORDS)
     return tuple(dict.fromkeys(Lane(number or Lane.STANDARD) for number in filter_.lanes if not number or is_lane(number)))
+
+
+def _read_choice(request: pb.SetPolicyRequest, before: OrderingChoice) -> OrderingChoice:
+    violations = Violations()
+    violations.require(request.policy in ("", *POLICIES), "policy", f"must be one of {', '.join(POLICIES)}; got {request.policy!r}")
+    shares = before.lane_shares
+    if request.HasField("lane_shares"):
+        shares = (request.lane_shares.real_time, request.lane_shares.standard, request.lane_shares.batch)
+        violations.require(sum(shares) <= 100, "lane_shares", "must come to 100 per cent at most")
+    violations.raise_any()
+    fair_share = request.fair_share if request.HasField("fair_share") else before.fair_share
+    return OrderingChoice(request.policy or before.policy, fair_share, shares)
 
 
 def _read_ids(request_ids: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from tokenmill_scheduler.core.records import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.desk import ExecutorStatus, LaneLoad, Load, RequestStatus, ServedModel
 from tokenmill_scheduler.ledger.port import Action, StoredTransition
+from tokenmill_scheduler.ordering_choice import OrderingChoice
 
 STATES: dict[State, types_pb2.RequestState.ValueType] = {
     State.WAITING: types_pb2.REQUEST_STATE_WAITING,
@@ -141,6 +142,12 @@ def action(done: Action) -> admin_pb2.Action:
         reason=done.reason,
         detail=done.detail,
     )
+
+
+def policy(choice: OrderingChoice) -> admin_pb2.Policy:
+    real_time, standard, batch = choice.lane_shares
+    shares = admin_pb2.LaneShares(real_time=real_time, standard=standard, batch=batch)
+    return admin_pb2.Policy(policy=choice.policy, fair_share=choice.fair_share, lane_shares=shares)
 
 
 def load(gauges: Load) -> admin_pb2.GetLoadResponse:

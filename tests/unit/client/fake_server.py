@@ -78,6 +78,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         self.refusals: list[status_pb2.Status] = []
         self.serving = True
         self.paused = ""
+        shares = admin_pb2.LaneShares(real_time=50, standard=40, batch=10)
+        self.policy = admin_pb2.GetPolicyResponse(policy=admin_pb2.Policy(policy="fcfs", lane_shares=shares))
         self.actions: list[admin_pb2.Action] = []
         self.calls: list[str] = []
         self.tokens: list[str] = []
@@ -219,6 +221,29 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         self._begin("ResumeQueue", context)
         unchanged, self.paused = not self.paused, ""
         return admin_pb2.ResumeQueueResponse(unchanged=unchanged)
+
+    def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:  # noqa: N802
+        self._begin("GetPolicy", context)
+        return self.policy
+
+    def SetPolicy(self, request: admin_pb2.SetPolicyRequest, context: Any) -> admin_pb2.SetPolicyResponse:  # noqa: N802
+        self._begin("SetPolicy", context)
+        policy = admin_pb2.Policy()
+        policy.CopyFrom(self.policy.policy)
+        policy.policy = request.policy or policy.policy
+        if request.HasField("fair_share"):
+            policy.fair_share = request.fair_share
+        if request.HasField("lane_shares"):
+            policy.lane_shares.CopyFrom(request.lane_shares)
+        unchanged = policy == self.policy.policy
+        self.policy = admin_pb2.GetPolicyResponse(policy=policy, reason=f"by ann: {request.reason}")
+        self._act("set_policy", "*policy*", request.reason)
+        return admin_pb2.SetPolicyResponse(policy=policy, unchanged=unchanged)
+
+    def ResetPolicy(self, request: admin_pb2.ResetPolicyRequest, context: Any) -> admin_pb2.ResetPolicyResponse:  # noqa: N802
+        self._begin("ResetPolicy", context)
+        unchanged, self.policy.reason = not self.policy.reason, ""
+        return admin_pb2.ResetPolicyResponse(policy=self.policy.policy, unchanged=unchanged)
 
     def DrainExecutor(self, request: admin_pb2.DrainExecutorRequest, context: Any) -> admin_pb2.DrainExecutorResponse:  # noqa: N802
         self._begin(f"DrainExecutor {request.name}", context)

@@ -54,6 +54,23 @@ def test_list_watch_into_a_pipe_prints_changes(server: FakeServer, run: Run, mon
     ]
 
 
+def test_policy_show_set_reset(server: FakeServer, run: Run) -> None:
+    assert "by the settings" in run("policy", "show")[1]
+    assert run("policy", "set", "sjf", "--fair-share", "--reason", "short ones")[1] == "The policy is changed.\n"
+    assert run("policy", "set", "sjf")[1] == "The policy was so already.\n"
+    assert run("policy", "set", "--lane-shares", "real_time=70,batch=5")[1] == "The policy is changed.\n"
+    shown = json.loads(run("policy", "show", "--json")[1])
+    assert (shown["policy"], shown["fair_share"]) == ("sjf", True)
+    assert shown["lane_shares"] == {"real_time": 70, "standard": 0, "batch": 5}
+    assert run("policy", "reset")[1] == "The policy is that of the settings.\n"
+    assert run("policy", "reset")[1] == "No policy was set.\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--lane-shares", "fast=1"), ("--lane-shares", "batch=x")])
+def test_a_policy_that_says_nothing_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...]) -> None:
+    assert run("policy", "set", *arguments)[0] == 2
+
+
 def test_queue_pause_status_resume(server: FakeServer, run: Run) -> None:
     assert run("queue", "status")[1].split() == ["queue", "open", "waiting", "0", "running", "1"]
     assert "queue" not in run("load")[1]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.ledger.port import (
+    POLICY,
     Action,
     ActionPage,
     ActionQuery,
@@ -60,11 +61,20 @@ def test_a_pause_or_a_drain_holds_until_it_is_ended(ledger: Ledger) -> None:
     assert ledger.holds() == ()
     ledger.write([action(ActionVerb.DRAIN_EXECUTOR, "x1"), action(ActionVerb.PAUSE_QUEUE)])
     ledger.write([action(ActionVerb.PAUSE_QUEUE, at_s=101.0, actor="bob"), action(ActionVerb.CANCEL, "r1")])
-    paused, drained = Hold("", "bob", "why the queue", 101.0), Hold("x1", "ann", "why x1", 100.0)
+    detail = "detail → 'x'"
+    paused, drained = Hold("", "bob", "why the queue", 101.0, detail), Hold("x1", "ann", "why x1", 100.0, detail)
     assert ledger.holds() == (paused, drained)
     ledger.write([action(ActionVerb.RESUME_QUEUE), action(ActionVerb.UNDRAIN_EXECUTOR, "x2")])
     assert ledger.holds() == (drained,)
     ledger.write([action(ActionVerb.UNDRAIN_EXECUTOR, "x1"), action(ActionVerb.UNDRAIN_EXECUTOR, "x1")])
+    assert ledger.holds() == ()
+
+
+def test_a_policy_holds_with_what_it_says_until_it_is_set_anew_or_reset(ledger: Ledger) -> None:
+    for number, says in enumerate(("policy=sjf", "policy=edf")):
+        ledger.write([Action(float(number), "ann", ActionVerb.SET_POLICY, POLICY, "why", says)])
+        assert ledger.holds() == (Hold(POLICY, "ann", "why", float(number), says),)
+    ledger.write([action(ActionVerb.RESET_POLICY, POLICY)])
     assert ledger.holds() == ()
 
 

@@ -246,6 +246,25 @@ async def test_pause_and_resume_say_whether_they_changed_anything(served: Served
     assert [(await served.admin.ResumeQueue(admin.ResumeQueueRequest())).unchanged for _ in range(2)] == [False, True]
 
 
+async def test_the_policy_is_shown_set_in_parts_and_reset(served: Served) -> None:
+    before = await served.admin.GetPolicy(admin.GetPolicyRequest())
+    assert (before.policy.policy, before.policy.fair_share, before.reason) == ("fcfs", False, "")
+    assert [(await served.admin.SetPolicy(admin.SetPolicyRequest(policy="sjf"))).unchanged for _ in range(2)] == [False, True]
+    assert (await served.admin.SetPolicy(admin.SetPolicyRequest(fair_share=True))).policy.policy == "sjf"
+    shares = admin.LaneShares(real_time=20, batch=80)
+    after = await served.admin.SetPolicy(admin.SetPolicyRequest(lane_shares=shares))
+    assert after.policy == admin.Policy(policy="sjf", fair_share=True, lane_shares=shares)
+    assert (await served.admin.GetPolicy(admin.GetPolicyRequest())).reason == "by anonymous"
+    assert [(await served.admin.ResetPolicy(admin.ResetPolicyRequest())).unchanged for _ in range(2)] == [False, True]
+    assert (await served.admin.GetPolicy(admin.GetPolicyRequest())).policy == before.policy
+
+
+async def test_a_policy_nobody_knows_and_more_than_all_slots_are_refused(served: Served) -> None:
+    shares = admin.LaneShares(real_time=50, standard=50, batch=1)
+    refused = await refusal(served.admin.SetPolicy(admin.SetPolicyRequest(policy="best", lane_shares=shares)))
+    assert list(violations(refused)) == ["policy", "lane_shares"]
+
+
 async def test_drain_and_undrain_an_executor(served: Served) -> None:
     answer = await served.admin.DrainExecutor(admin.DrainExecutorRequest(name="x2", reason="new driver"))
     assert (answer.executor.name, answer.executor.draining) == ("x2", True)

@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
-from tokenmill_scheduler.desk import RequestNotFailed, Unavailable, UnknownExecutor, UnknownRequest
-from tokenmill_scheduler.ledger.port import Action, ActionQuery, ActionVerb, LedgerUnavailable
+from tokenmill_scheduler.desk import PolicyStatus, RequestNotFailed, Unavailable, UnknownExecutor, UnknownRequest
+from tokenmill_scheduler.ledger.port import POLICY, Action, ActionQuery, ActionVerb, LedgerUnavailable
 from tokenmill_scheduler.operators import Operators
+from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.memory_ledger import MemoryLedger
@@ -30,6 +31,10 @@ def actions(shell: Shell, target: str = "") -> list[Action]:
     return list(shell.ledger.actions(ActionQuery(target)).actions)
 
 
+def choice(policy: str, *, fair_share: bool = False, batch: int = 10) -> OrderingChoice:
+    return OrderingChoice(policy, fair_share, (50, 40, batch))
+
+
 async def restarted(shell: Shell) -> tuple[Shell, Operators]:
     """Another process over the same ledger."""
     again = Shell.over(shell.ledger)
@@ -37,6 +42,70 @@ async def restarted(shell: Shell) -> tuple[Shell, Operators]:
     await operators.refresh()
     take_up(again.loop, list(shell.ledger.unfinished()))
     return again, operators
+
+
+async def test_a_policy_that_was_set_orders_what_waits_and_survives_a_restart(shell: Shell) -> None:
+    operators = operators_of(shell)
+    await operators.pause_queue("ann", "")
+    for request_id, max_tokens in (("long", 9), ("short", 2)):
+        await shell.submit(request(request_id, max_tokens=max_tokens))
+    assert operators.policy() == PolicyStatus(choice("fcfs"))
+    assert await operators.set_policy(choice("sjf", fair_share=True, batch=5), "ann", "many short ones")
+    assert not await operators.set_policy(choice("sjf", fair_share=True, batch=5), "bob", "me too"), "it stays ann's"
+
+    again, operators = await restarted(shell)
+    assert operators.policy() == PolicyStatus(choice("sjf", fair_share=True, batch=5), "by ann: many short ones")
+    assert again.loop.load().policy == "sjf"
+    await again.join()
+    await operators.resume_queue("ann", "")
+    await settle()
+    admitted = [admission.sampling.max_tokens for plan in again.executor.plans for admission in plan.admit]
+    assert admitted[:2] == [2, 9]
+    assert await operators.reset_policy("bob", "")
+    assert not await operators.reset_policy("bob", "")
+    assert operators.policy() == PolicyStatus(choice("fcfs"))
+    in_words = "policy=sjf fair_share=on lane_shares=real_time=50,standard=40,batch=5"
+    assert [(action.verb, action.actor, action.detail) for action in actions(again, POLICY)] == [
+        (ActionVerb.RESET_POLICY, "bob", ""),
+        (ActionVerb.SET_POLICY, "ann", in_words),
+    ]
+
+
+async def test_a_policy_set_through_one_scheduler_holds_for_all_of_its_database(shell: Shell) -> None:
+    mine, other = operators_of(shell), Shell.over(shell.ledger)
+    theirs = operators_of(other)
+    for turn in (choice("edf"), choice("lpm")):
+        await theirs.set_policy(turn, "ann", "")
+        await mine.refresh()
+        assert mine.policy().choice == turn
+    await theirs.reset_policy("ann", "")
+    await mine.refresh()
+    assert shell.loop.load().policy == "fcfs"
+
+
+async def test_a_policy_that_this_version_does_not_know_leaves_that_of_the_settings_in_force(shell: Shell) -> None:
+    newer = "policy=later fair_share=on lane_shares=batch=100"
+    shell.ledger.write([Action(1.0, "ann", ActionVerb.SET_POLICY, POLICY, "", newer)])
+    operators = operators_of(shell)
+    await operators.refresh()
+    assert operators.policy().choice == choice("fcfs")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "policy=sjf",
+        "policy=sjf fair_share=maybe lane_shares=batch=1",
+        "policy=sjf fair_share=on lane_shares=batch=101",
+        "policy=sjf fair_share=on lane_shares=batch=60,standard=50",
+        "policy=sjf fair_share=on lane_shares=other=1",
+        "policy=none fair_share=on lane_shares=batch=1",
+    ],
+)
+def test_the_record_of_a_policy_is_read_with_care(text: str) -> None:
+    with pytest.raises(ValueError, match=r"record of a policy|no policy|per cent"):
+        OrderingChoice.parse(text)
 
 
 async def test_a_paused_queue_says_by_whom_and_why_and_survives_a_restart(shell: Shell) -> None:

@@ -902,6 +902,202 @@ class UndrainExecutorResponse(_message.Message):
 Global___UndrainExecutorResponse: _TypeAlias = UndrainExecutorResponse  # noqa: Y015
 
 @_typing.final
+class Policy(_message.Message):
+    """The order of waiting requests: by lane, then by tenant where they share fairly, then by `policy`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    FAIR_SHARE_FIELD_NUMBER: _builtins.int
+    LANE_SHARES_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """"fcfs", "priority", "sjf", "edf" or "lpm"."""
+    fair_share: _builtins.bool
+    """The tenants of a lane share it by their weights."""
+    @_builtins.property
+    def lane_shares(self) -> Global___LaneShares: ...
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        fair_share: _builtins.bool = ...,
+        lane_shares: Global___LaneShares | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lane_shares", b"lane_shares"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fair_share", b"fair_share", "lane_shares", b"lane_shares", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
+class LaneShares(_message.Message):
+    """Slots that each lane is guaranteed while it has work, in per cent; 100 at most in all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REAL_TIME_FIELD_NUMBER: _builtins.int
+    STANDARD_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    real_time: _builtins.int
+    standard: _builtins.int
+    batch: _builtins.int
+    def __init__(
+        self,
+        *,
+        real_time: _builtins.int = ...,
+        standard: _builtins.int = ...,
+        batch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "real_time", b"real_time", "standard", b"standard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneShares: _TypeAlias = LaneShares  # noqa: Y015
+
+@_typing.final
+class GetPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPolicyRequest: _TypeAlias = GetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class GetPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """By whom and why it was set, such as "by ann: nightly batch"; empty when it is what the settings say."""
+    @_builtins.property
+    def policy(self) -> Global___Policy: ...
+    def __init__(
+        self,
+        *,
+        policy: Global___Policy | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPolicyResponse: _TypeAlias = GetPolicyResponse  # noqa: Y015
+
+@_typing.final
+class SetPolicyRequest(_message.Message):
+    """What is absent stays as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    FAIR_SHARE_FIELD_NUMBER: _builtins.int
+    LANE_SHARES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    fair_share: _builtins.bool
+    reason: _builtins.str
+    @_builtins.property
+    def lane_shares(self) -> Global___LaneShares: ...
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        fair_share: _builtins.bool | None = ...,
+        lane_shares: Global___LaneShares | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fair_share", b"_fair_share", "fair_share", b"fair_share", "lane_shares", b"lane_shares"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fair_share", b"_fair_share", "fair_share", b"fair_share", "lane_shares", b"lane_shares", "policy", b"policy", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fair_share: _TypeAlias = _typing.Literal["fair_share"]  # noqa: Y015
+    _WhichOneofArgType__fair_share: _TypeAlias = _typing.Literal["_fair_share", b"_fair_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fair_share) -> _WhichOneofReturnType__fair_share | None: ...
+
+Global___SetPolicyRequest: _TypeAlias = SetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class SetPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
+    unchanged: _builtins.bool
+    """It was so before this call."""
+    @_builtins.property
+    def policy(self) -> Global___Policy: ...
+    def __init__(
+        self,
+        *,
+        policy: Global___Policy | None = ...,
+        unchanged: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "unchanged", b"unchanged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyResponse: _TypeAlias = SetPolicyResponse  # noqa: Y015
+
+@_typing.final
+class ResetPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPolicyRequest: _TypeAlias = ResetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class ResetPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
+    unchanged: _builtins.bool
+    """None was set."""
+    @_builtins.property
+    def policy(self) -> Global___Policy: ...
+    def __init__(
+        self,
+        *,
+        policy: Global___Policy | None = ...,
+        unchanged: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "unchanged", b"unchanged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPolicyResponse: _TypeAlias = ResetPolicyResponse  # noqa: Y015
+
+@_typing.final
 class Action(_message.Message):
     """One thing an operator did."""
 
@@ -916,9 +1112,11 @@ class Action(_message.Message):
     actor: _builtins.str
     """Whom the token named; "anonymous" without one."""
     verb: _builtins.str
-    """"cancel", "update", "pause_queue", "resume_queue", "retry", "drain_executor", "undrain_executor"."""
+    """"cancel", "update", "pause_queue", "resume_queue", "retry", "drain_executor", "undrain_executor",
+    "set_policy", "reset_policy".
+    """
     target: _builtins.str
-    """A request id, or an executor's name, or empty."""
+    """A request id, or an executor's name, or "*policy*", or empty."""
     reason: _builtins.str
     detail: _builtins.str
     """What changed, e.g. "priority 0 → 10"."""

@@ -89,6 +89,21 @@ class AdminServiceStub:
                 request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
                 response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorResponse.FromString,
                 _registered_method=True)
+        self.GetPolicy = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/GetPolicy',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetPolicyRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetPolicyResponse.FromString,
+                _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/SetPolicy',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
+        self.ResetPolicy = channel.unary_unary(
+                '/tokenmill.admin.v1.AdminService/ResetPolicy',
+                request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResetPolicyRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResetPolicyResponse.FromString,
+                _registered_method=True)
         self.ListActions = channel.unary_unary(
                 '/tokenmill.admin.v1.AdminService/ListActions',
                 request_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ListActionsRequest.SerializeToString,
@@ -171,6 +186,27 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPolicy(self, request, context):
+        """Who runs sooner, as it is now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPolicy(self, request, context):
+        """Changes it while requests wait and run; what runs goes on. Survives a restart, until it is reset.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetPolicy(self, request, context):
+        """Back to what the settings say.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListActions(self, request, context):
         """What operators did: newest first.
         """
@@ -235,6 +271,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UndrainExecutor,
                     request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorRequest.FromString,
                     response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorResponse.SerializeToString,
+            ),
+            'GetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPolicy,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetPolicyRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetPolicyResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.SetPolicyRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'ResetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPolicy,
+                    request_deserializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResetPolicyRequest.FromString,
+                    response_serializer=tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResetPolicyResponse.SerializeToString,
             ),
             'ListActions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListActions,
@@ -539,6 +590,87 @@ class AdminService:
             '/tokenmill.admin.v1.AdminService/UndrainExecutor',
             tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
             tokenmill_dot_admin_dot_v1_dot_admin__pb2.UndrainExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/GetPolicy',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetPolicyRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.GetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/SetPolicy',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.admin.v1.AdminService/ResetPolicy',
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResetPolicyRequest.SerializeToString,
+            tokenmill_dot_admin_dot_v1_dot_admin__pb2.ResetPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,12 @@ class AdminServiceStub:
     DrainExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]
     """Moves the work off one executor, without a failed request, and gives it none until it is undrained."""
     UndrainExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainExecutorRequest, _admin_pb2.UndrainExecutorResponse]
+    GetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRequest, _admin_pb2.GetPolicyResponse]
+    """Who runs sooner, as it is now."""
+    SetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]
+    """Changes it while requests wait and run; what runs goes on. Survives a restart, until it is reset."""
+    ResetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPolicyRequest, _admin_pb2.ResetPolicyResponse]
+    """Back to what the settings say."""
     ListActions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]
     """What operators did: newest first."""
 
@@ -71,6 +77,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     DrainExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]  # type: ignore[assignment]
     """Moves the work off one executor, without a failed request, and gives it none until it is undrained."""
     UndrainExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainExecutorRequest, _admin_pb2.UndrainExecutorResponse]  # type: ignore[assignment]
+    GetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRequest, _admin_pb2.GetPolicyResponse]  # type: ignore[assignment]
+    """Who runs sooner, as it is now."""
+    SetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]  # type: ignore[assignment]
+    """Changes it while requests wait and run; what runs goes on. Survives a restart, until it is reset."""
+    ResetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPolicyRequest, _admin_pb2.ResetPolicyResponse]  # type: ignore[assignment]
+    """Back to what the settings say."""
     ListActions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListActionsRequest, _admin_pb2.ListActionsResponse]  # type: ignore[assignment]
     """What operators did: newest first."""
 
@@ -157,6 +169,30 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UndrainExecutorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UndrainExecutorResponse, _abc.Awaitable[_admin_pb2.UndrainExecutorResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetPolicy(
+        self,
+        request: _admin_pb2.GetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetPolicyResponse, _abc.Awaitable[_admin_pb2.GetPolicyResponse]]:
+        """Who runs sooner, as it is now."""
+
+    @_abc_1.abstractmethod
+    def SetPolicy(
+        self,
+        request: _admin_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetPolicyResponse, _abc.Awaitable[_admin_pb2.SetPolicyResponse]]:
+        """Changes it while requests wait and run; what runs goes on. Survives a restart, until it is reset."""
+
+    @_abc_1.abstractmethod
+    def ResetPolicy(
+        self,
+        request: _admin_pb2.ResetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResetPolicyResponse, _abc.Awaitable[_admin_pb2.ResetPolicyResponse]]:
+        """Back to what the settings say."""
 
     @_abc_1.abstractmethod
     def ListActions(

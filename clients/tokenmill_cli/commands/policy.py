@@ -1,0 +1,90 @@
+"""`tokenmill policy`: who runs sooner, changed while requests wait and run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+from tokenmill_client.records import LaneShares, Policy
+
+from tokenmill_cli.app import App, console, pass_app, server_options
+from tokenmill_cli.output import facts, print_json, show
+
+_reason_option = click.option("--reason", default="", help="Kept in the record of actions.")
+_LANES = ("real_time", "standard", "batch")
+_EXAMPLE = "real_time=50,standard=40,batch=10"
+
+
+def _lane_shares(text: str) -> LaneShares:
+    shares = dict.fromkeys(_LANES, 0)
+    for part in text.split(","):
+        lane, _, share = part.strip().partition("=")
+        if lane not in shares or not (share.isascii() and share.isdigit()):
+            raise click.BadParameter(f"{text!r} is not like {_EXAMPLE}")
+        shares[lane] = int(share)
+    return LaneShares(**shares)
+
+
+@click.group()
+def policy() -> None:
+    """Show and change the order of waiting requests."""
+
+
+@policy.command("show")
+@server_options
+@pass_app
+def show_policy(app: App) -> None:
+    """The order in force, and by whom and why it was set."""
+    with app.client() as client:
+        now = client.admin.get_policy()
+    if app.json:
+        print_json(asdict(now))
+        return
+    show(console(), facts(_facts(now)))
+
+
+@policy.command("set")
+@click.argument("name", required=False, metavar="[NAME]")
+@click.option("--fair-share/--no-fair-share", default=None, help="Tenants share each lane by their weights, or not.")
+@click.option("--lane-shares", type=_lane_shares, metavar="SHARES", help=f"Slots each lane is guaranteed, per cent: {_EXAMPLE}.")
+@_reason_option
+@server_options
+@pass_app
+def set_policy(app: App, name: str | None, fair_share: bool | None, lane_shares: LaneShares | None, reason: str) -> None:
+    """Change the policy (fcfs, priority, sjf, edf, lpm), until `reset`, also across restarts.
+
+    What is not given stays as it is. Waiting requests are put in the new order at once; what runs goes on.
+    """
+    if name is None and fair_share is None and lane_shares is None:
+        raise click.UsageError("name a policy, or give --fair-share or --lane-shares")
+    with app.client() as client:
+        changed = client.admin.set_policy(name, fair_share=fair_share, lane_shares=lane_shares, reason=reason)
+    _say(app, changed, "The policy is changed.", "The policy was so already.")
+
+
+@policy.command("reset")
+@_reason_option
+@server_options
+@pass_app
+def reset(app: App, reason: str) -> None:
+    """Go back to what the scheduler's settings say."""
+    with app.client() as client:
+        changed = client.admin.reset_policy(reason=reason)
+    _say(app, changed, "The policy is that of the settings.", "No policy was set.")
+
+
+def _facts(now: Policy) -> list[tuple[str, str]]:
+    shares = now.lane_shares
+    return [
+        ("policy", now.policy),
+        ("fair share", "on" if now.fair_share else "off"),
+        ("lane shares", f"real_time {shares.real_time} %, standard {shares.standard} %, batch {shares.batch} %"),
+        ("set", now.reason or "by the settings"),
+    ]
+
+
+def _say(app: App, changed: bool, done: str, unchanged: str) -> None:
+    if app.json:
+        print_json({"changed": changed})
+    else:
+        click.echo(done if changed else unchanged)
