@@ -238,3 +238,17 @@ def test_ranking() -> None:
     assert best([candidate(-1.0), candidate(-0.5, -0.5, -0.5, -0.5), candidate(-0.9)], 2) == [1, 2]
     assert best([candidate(-0.1, state=State.CANCELLED), candidate(-3.0), candidate()], 3) == [1, 2, 0]
     assert best([candidate(-1.0), candidate(-1.0)], 1) == [0]
+
+
+async def test_a_filter_that_names_the_first_choice_names_the_request_once(served: Served) -> None:
+    await served.inference.Submit(pb.SubmitRequest(request=choices(3).request))
+    await served.inference.Submit(pb.SubmitRequest(request=spec(request_id="b")))
+    served.desk.produce("a", 8)
+    waiting = admin_pb2.RequestFilter(states=[types.REQUEST_STATE_WAITING])
+    for dry_run in (True, False):
+        answer = await served.admin.CancelRequests(admin_pb2.CancelRequestsRequest(filter=waiting, dry_run=dry_run))
+        assert [outcome.request_id for outcome in answer.outcomes] == ["a/1", "a/2", "b"]
+    await served.inference.Submit(pb.SubmitRequest(request=spec(request_id="c", sampling=SamplingParams(n=2, max_tokens=3))))
+    answer = await served.admin.CancelRequests(admin_pb2.CancelRequestsRequest(filter=admin_pb2.RequestFilter(tenant="default")))
+    assert [(outcome.request_id, outcome.already_ended) for outcome in answer.outcomes] == [("c", False)]
+    assert served.desk.entries["c/1"].state is State.CANCELLED
