@@ -69,12 +69,8 @@ class ExecutorServer:
             )
         if self._settings.metrics_address:
             self._metrics = MetricsServer(self._settings.metrics_address, self.thread.gather)
+            log.info("metrics_served", address=self._metrics.address)
         await self._server.start()
-
-    @property
-    def metrics_address(self) -> str:
-        """Where Prometheus finds it; empty for nowhere."""
-        return "" if self._metrics is None else self._metrics.address
 
     def _listen(self) -> int:
         listen, tls = self._settings.listen, self._settings.tls
@@ -146,5 +142,4 @@ async def serve(settings: Settings, make_loader: Callable[[Settings], Loader] = 
 def _announce(settings: Settings, server: ExecutorServer) -> None:
     if settings.port_file is not None:
         write_port_file(settings.port_file, server.address)
-    model = settings.served_model_name or settings.model
-    log.info("ready", address=server.address, model=model, metrics=server.metrics_address)
+    log.info("ready", address=server.address, model=settings.served_model_name or settings.model)

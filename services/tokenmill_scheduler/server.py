@@ -126,6 +126,7 @@ class SchedulerServer:
         self._warn_of_open_doors()
         if self._settings.metrics_address:
             self._metrics = MetricsServer(self._settings.metrics_address, self._exposition)
+            log.info("metrics served", address=self.metrics_address)
         self._use_quotas()
         estate = await self._take_lease()
         await self.operators.refresh()
@@ -302,13 +303,7 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     await server.start()
     if settings.port_file is not None:
         write_port_file(settings.port_file, server.address)
-    log.info(
-        "ready",
-        address=server.address,
-        executors=list(settings.executors),
-        liveness_service=LIVENESS,
-        metrics=server.metrics_address,
-    )
+    log.info("ready", address=server.address, executors=list(settings.executors), liveness_service=LIVENESS)
     _keep_collector_off_the_hot_path()
     server.loop.failure.add_done_callback(lambda _: told_to_stop.set())
     await told_to_stop.wait()
