@@ -63,7 +63,8 @@ class LoadOptions:
     length_scale: float
     lanes: tuple[float, ...] | None
     tenants: int
-    deadline: float | None
+    priorities: tuple[int, ...]
+    deadlines: tuple[float, ...]
     max_tokens: int | None
     seed: int
 
@@ -89,7 +90,9 @@ _OPTIONS = (
     click.option("--length-scale", type=_ABOVE_0, default=1.0, show_default=True, help="Multiplies prompts and outputs."),
     click.option("--lanes", type=_Shares(), metavar="R,S,B", help="Shares of the lanes real-time, standard and batch, drawn."),
     click.option("--tenants", type=_AT_LEAST_1, default=1, show_default=True, help="Tenants, drawn."),
-    click.option("--deadline", type=_ABOVE_0, metavar="SECONDS", help="Of each request, from its arrival."),
+    click.option("--priority", "priorities", type=int, multiple=True, help="Of the requests; of several, one is drawn."),
+    click.option("--deadline", "deadlines", type=_ABOVE_0, multiple=True, metavar="SECONDS", help="From a request's arrival; of "
+                 "several, one is drawn."),
     click.option("--max-tokens", type=_AT_LEAST_1, help="What clients ask for at most; without it, just what is made."),
     click.option("--seed", default=42, show_default=True, help="Draws whatever is drawn."),
 )  # fmt: skip
@@ -113,7 +116,9 @@ def simulated_requests(options: LoadOptions) -> list[SimulatedRequest]:
         arrivals = poisson(arrivals, options.rate * options.scale, options.seed)
     elif (rate := _rate(arrivals, options)) is not None:
         arrivals = at_rate(arrivals, rate)
-    return mixed(arrivals, Mix(options.lanes, options.tenants, options.deadline, options.max_tokens), options.seed)
+    return mixed(
+        arrivals, Mix(options.lanes, options.tenants, options.priorities, options.deadlines, options.max_tokens), options.seed
+    )
 
 
 def _arrivals(options: LoadOptions) -> tuple[Arrival, ...]:

@@ -72,9 +72,10 @@ class Run:
 
 
 def candidate(name: str, base: SchedulerConfig) -> SchedulerConfig:
-    """`name` is a policy or a batching mode, then `:slots` where they differ from the base's. Raises ValueError."""
-    word, _, slots = name.partition(":")
-    config = base
+    """`name` is a policy or a batching mode, then what differs from the base: `+field=value`, `:slots`. Raises ValueError."""
+    head, _, slots = name.partition(":")
+    word, *settings = head.split("+")
+    config = configured(base, settings)
     if slots:
         if not slots.isdigit() or int(slots) < 1:
             raise ValueError(f"{name!r}: after the colon comes a number of slots")
@@ -103,7 +104,10 @@ def configured(base: SchedulerConfig, settings: Sequence[str]) -> SchedulerConfi
         kind = hints.get(name)
         if name not in names or kind not in _PARSERS:
             raise ValueError(f"{name!r} is none of {', '.join(n for n in names if hints[n] in _PARSERS)}")
-        values[name] = _PARSERS[kind](text)
+        try:
+            values[name] = _PARSERS[kind](text)
+        except ValueError as error:
+            raise ValueError(f"{name} is {text!r}: {error}") from error
     return replace(base, **values)
 
 

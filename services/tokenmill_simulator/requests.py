@@ -67,18 +67,19 @@ def _token_of(hash_id: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Drawn: lanes by their shares (real-time, standard, batch), one of so many tenants. For all alike: deadline and limit."""
+    """Drawn: lanes by their shares (real-time, standard, batch), one of so many tenants, of the priorities, of the deadlines."""
 
     lanes: Sequence[float] | None = None
     tenants: int = 1
-    deadline_s: float | None = None
+    priorities: Sequence[int] = ()
+    deadlines_s: Sequence[float] = ()
     max_tokens: int | None = None
 
 
 def mixed(arrivals: Iterable[Arrival], mix: Mix = Mix(), seed: int = 42) -> list[SimulatedRequest]:
     """The same seed gives the same draw."""
     draw = random.Random(seed)
-    return [_mixed(SimulatedRequest(arrival, deadline_s=mix.deadline_s), mix, draw) for arrival in arrivals]
+    return [_mixed(SimulatedRequest(arrival), mix, draw) for arrival in arrivals]
 
 
 def _mixed(request: SimulatedRequest, mix: Mix, draw: random.Random) -> SimulatedRequest:
@@ -86,6 +87,10 @@ def _mixed(request: SimulatedRequest, mix: Mix, draw: random.Random) -> Simulate
         request = replace(request, lane=draw.choices(list(Lane), mix.lanes)[0])
     if mix.tenants > 1:
         request = replace(request, tenant=f"tenant-{draw.randrange(mix.tenants) + 1}")
+    if mix.priorities:
+        request = replace(request, priority=draw.choice(mix.priorities))
+    if mix.deadlines_s:
+        request = replace(request, deadline_s=draw.choice(mix.deadlines_s))
     if mix.max_tokens is not None:
         request = replace(request, max_tokens=max(mix.max_tokens, request.arrival.output_tokens))
     return request

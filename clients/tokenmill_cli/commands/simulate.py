@@ -41,7 +41,8 @@ class _Options:
 
 _OPTIONS = (
     click.option("--compare", default="continuous,static", show_default=True,
-                 help="Policies and batching modes, with commas between them; `static:4` is static with 4 slots."),
+                 help="Policies and batching modes, with commas between them; `fcfs+watermark=0.1:4` is one with a setting "
+                 "of its own, and with 4 slots."),
     click.option("--preset", default="a100-8b", show_default=True, help="The machine; `list` shows which there are."),
     click.option("--executors", type=_AT_LEAST_1, default=1, show_default=True, help="So many of it."),
     click.option("--max-num-seqs", type=_AT_LEAST_1, help="Slots; without it, the preset's."),

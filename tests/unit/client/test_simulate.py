@@ -66,6 +66,36 @@ def test_settings_of_the_core(capsys: pytest.CaptureFixture[str]) -> None:
     assert (run["config"]["watermark"], run["config"]["max_num_seqs"]) == (0.2, 4)
 
 
+def test_a_candidate_can_have_settings_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = document(capsys, "--compare", "fcfs+watermark=0.3+max_overtakes=2:5,fcfs")["runs"]
+    assert [run["name"] for run in runs] == ["fcfs+watermark=0.3+max_overtakes=2:5", "fcfs"]
+    own, common = (run["config"] for run in runs)
+    assert (own["watermark"], own["max_overtakes"], own["max_num_seqs"]) == (0.3, 2, 5)
+    assert (common["watermark"], common["max_num_seqs"]) == (0.01, 256)
+
+
+def test_what_a_trace_does_not_say_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the burst may not wait long: those end as expired, the others do not."""
+    argv = (
+        "--max-num-seqs",
+        "2",
+        "--deadline",
+        "0.5",
+        "--deadline",
+        "600",
+        "--priority",
+        "1",
+        "--priority",
+        "5",
+        "--compare",
+        "fcfs",
+    )
+    first, again, other = (document(capsys, *argv, *seed)["runs"][0]["figures"] for seed in ([], [], ["--seed", "8"]))
+    assert 0 < first["not_done"] < 20
+    assert first == again
+    assert first != other
+
+
 def test_a_table_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = simulate(capsys, "--preset", "list")
     assert code == 0
@@ -85,6 +115,8 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--compare", "static:x"], "a number of slots"),
         (["--preset", "abacus"], "no preset 'abacus'"),
         (["--set", "color=red"], "'color' is none of"),
+        (["--set", "watermark=high"], "watermark"),
+        (["--compare", "fcfs+color=red"], "'color' is none of"),
         (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
         (["--poisson"], "--poisson needs a --rate"),
         (["--prompt-tokens", "9-1"], "not a range"),
