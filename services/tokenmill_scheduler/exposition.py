@@ -17,9 +17,9 @@ from tokenmill_service.metrics import histogram_family
 from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import ExecutorStatus
+from tokenmill_scheduler.latency import Latency
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.loop import Loop
-from tokenmill_scheduler.metrics import Latency
 from tokenmill_scheduler.pacing import Pacer
 
 _PREFIX = "tokenmill_"
@@ -53,7 +53,7 @@ class Exposition:
         )
 
     def _requests(self) -> Iterator[Metric]:
-        metrics, load, now_s = self._metrics, self._loop.load(), self._loop.clock()
+        metrics, scheduler, now_s = self._metrics, self._scheduler, self._loop.clock()
         lanes = {lane.name.lower(): gauge for lane, gauge in metrics.lanes.items()}
         running = {lane: gauge.running for lane, gauge in lanes.items()}
         waiting = {lane: len(gauge.waiting) for lane, gauge in lanes.items()}
@@ -62,22 +62,24 @@ class Exposition:
         yield _gauge("num_requests_running", "Requests in an executor's batch", "lane", running)
         yield _gauge("num_requests_waiting", "Requests in the queue", "lane", waiting)
         yield _gauge("oldest_wait_seconds", "Of the request in the queue that has waited longest", "lane", oldest)
-        yield _counter("requests_accepted", "Submits that became durable", "lane", accepted)
-        yield _counter("request_success", "Requests that ended, by how", "finished_reason", metrics.finished)
+        yield _counter("requests_accepted", "Requests that became durable; each choice of one is one", "lane", accepted)
+        yield _counter(
+            "request_success", "Requests that ended, by how; each choice of one is one", "finished_reason", metrics.finished
+        )
         refused = {**dict.fromkeys(self._refusals, 0), **metrics.refused}
         yield _counter("requests_refused", "Submits that were refused, by the reason in their status", "reason", refused)
-        yield _gauge("queue_paused", "1 while an operator holds the queue", value=bool(load.queue_paused))
+        yield _gauge("queue_paused", "1 while an operator holds the queue", value=bool(scheduler.paused))
         yield _gauge(
             "overload_stage",
             "0 normal, 1 batch lane in what others leave, 2 batch lane paused, 3 standard lane refused",
-            value=self._scheduler.overload_stage,
+            value=scheduler.overload_stage,
         )
-        yield _counter(
-            "overload_changes", "From one stage to the next, up or down", value=self._scheduler.counters.overload_changes
-        )
+        yield _counter("overload_changes", "From one stage to the next, up or down", value=scheduler.counters.overload_changes)
         yield _gauge("streams_open", "Readers of requests' output", value=self._loop.live.num_readers)
         yield InfoMetricFamily(
-            f"{_PREFIX}scheduler", "What decides the order and the batch", {"policy": load.policy, "batching": load.batching}
+            f"{_PREFIX}scheduler",
+            "What decides the order and the batch",
+            {"policy": scheduler.ordering.policy.name, "batching": scheduler.config.batching},
         )
 
     def _tokens(self) -> Iterator[Metric]:
