@@ -43,7 +43,7 @@ class _Piece:
 
     - rows: indices of its queries into the flat batch, [sequences * queries].
     - sequences: their places in the batch, [sequences].
-    - positions: [sequences, queries], of the queries; `last` is that of each sequence's last one, on the host.
+    - positions: [sequences, queries] int32, of the queries; `last` is that of each sequence's last one, on the host.
     - whole: no other piece has queries of these sequences, so that its masks are few, and kept.
     """
 
@@ -143,7 +143,7 @@ class ReferenceAttention:
         return _Piece(
             rows=torch.from_numpy(rows.reshape(-1)).to(device),
             sequences=sequences,
-            positions=torch.from_numpy(positions).to(device),
+            positions=torch.from_numpy(positions.astype(np.int32)).to(device),
             last=positions[:, -1],
             whole=whole,
         )
@@ -160,7 +160,7 @@ class ReferenceAttention:
             blocks = np.where(places < sinks, places, places - sinks + firsts[:, None])
             # A shorter table is filled up with a block of its own, so that what happens to other sequences cannot reach it.
             own = np.where(blocks < ends[:, None], blocks, ends[:, None] - 1)
-            keys = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1)
+            keys = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1).astype(np.int32)
             device = self._shape.device
             piece.views[group] = _View(
                 torch.from_numpy(tables[piece.sequences[:, None], own].astype(np.int64)).to(device),

@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-window": (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", *["sliding_attention"] * 2]},
     ),
     "qwen3-biases-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
