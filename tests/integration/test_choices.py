@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Unpack
 
 import pytest
 from tokenizers import Tokenizer
@@ -143,12 +144,16 @@ async def test_c20_choices_are_those_of_requests_with_the_derived_seeds_and_the_
     flags = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
     scheduler = processes.scheduler(executor.address, flags=flags)
     await wait_serving(scheduler.address)
-    options: GenerateOptions = {"token_ids": [3 + 7 * number % 50 for number in range(40)], "max_tokens": 30, "ignore_eos": True}
+    prompt = [3 + 7 * number % 50 for number in range(40)]
+
+    def options(**more: Unpack[GenerateOptions]) -> GenerateOptions:
+        return {"token_ids": prompt, "max_tokens": 30, "ignore_eos": True, **more}
+
     async with AsyncClient(scheduler.address) as client:
-        together = await client.generate(n=4, seed=11, **options).results()
+        together = await client.generate(**options(n=4, seed=11)).results()
         assert (await client.admin.get_load()).preemptions > 0
-        best = await client.generate(n=2, best_of=4, seed=11, request_id="best", **options).results()
-        rows = [await client.generate(seed=choice_seed(11, choice), logprobs=0, **options).result() for choice in range(4)]
+        best = await client.generate(**options(n=2, best_of=4, seed=11, request_id="best")).results()
+        rows = [await client.generate(**options(seed=choice_seed(11, choice), logprobs=0)).result() for choice in range(4)]
         assert [output.token_ids for output in together] == [row.token_ids for row in rows]
         assert len({row.token_ids for row in rows}) == 4
         means = [sum(entry.logprob for entry in row.logprobs) / len(row.logprobs) for row in rows]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 from tokenmill.admin.v1 import admin_pb2
@@ -197,9 +199,11 @@ async def test_the_best_are_told_when_all_have_ended_and_nothing_before(served: 
     for request_id in ("a", "a/1", "a/2"):
         served.desk.produce(request_id, 8)
     served.desk.produce("a/3", 2)
-    reading = call.read()
+    reading = asyncio.ensure_future(next_event(call))
+    await asyncio.sleep(0)
+    assert not reading.done()
     served.desk.produce("a/3", 8)
-    stream = [(await reading).event, *await events(call)]
+    stream = [await reading, *await events(call)]
     assert ends(stream) == [(0, 2), (1, 3)]
     assert tokens(stream) == {0: served.desk.entries["a/2"].tokens, 1: served.desk.entries["a/3"].tokens}
     assert not any(event.delta.logprobs for event in stream if event.HasField("delta"))

@@ -18,8 +18,8 @@ from tests.fakes.memory_ledger import MemoryLedger
 from tests.fakes.shell import Shell, output_of, read_all, request, settle
 
 
-def group(request_id: str = "a", n: int = 3, max_tokens: int = 4, **changes: object) -> Request:
-    return request(request_id, max_tokens=max_tokens, n=n, best_of=n, **changes)
+def group(request_id: str = "a", n: int = 3, max_tokens: int = 4, detached: bool = True) -> Request:
+    return request(request_id, max_tokens=max_tokens, detached=detached, n=n, best_of=n)
 
 
 @pytest.fixture
