@@ -178,10 +178,13 @@ def test_only_rows_that_sample_have_logits() -> None:
     rows = [(random_tokens(config, 5 + row, row), 5 + row, tables[row]) for row in range(3)]
     every = model.forward(make_batch(rows))
     batch = make_batch(rows)
-    batch.sample_rows = np.array([2, 0], np.int32)
-    assert torch.equal(model.forward(batch), every[[2, 0]])
+    batch.sample_rows = np.array([0, 2], np.int32)
+    assert torch.equal(model.forward(batch), every[[0, 2]])
     batch.sample_rows = np.array([], np.int32)
     assert model.forward(batch).shape == (0, config.vocab_size)
+    batch.sample_rows = np.array([2, 0], np.int32)
+    with pytest.raises(ValueError, match="ascend"):
+        model.forward(batch)
 
 
 @pytest.mark.parametrize(

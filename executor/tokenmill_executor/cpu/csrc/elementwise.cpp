@@ -118,12 +118,11 @@ void embed(Team& team, const Model& m, const Batch& b, float* hidden) {
     });
 }
 
-void norm_rows(Team& team, const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight,
-               const Matrix& next, const Activations& to) {
+void norm_rows(Team& team, const Model& m, const float* from, int rows, const float* weight, const Matrix& next,
+               const Activations& to) {
     team.each(rows, [&](int row, int) {
-        const int64_t source = row_numbers ? row_numbers[row] : row;
         bf16* const values = to.values + int64_t(row) * m.hidden;
-        norm_row(from + source * m.hidden, weight, m.hidden, m.norm_eps, values);
+        norm_row(from + int64_t(row) * m.hidden, weight, m.hidden, m.norm_eps, values);
         if (next.kind != kBf16) quantize_row(values, m.hidden, row, to);
     });
 }

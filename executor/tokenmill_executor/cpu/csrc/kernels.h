@@ -67,8 +67,8 @@ struct Model {
     Matrix head;
 };
 
-// As runner.Batch; `rows` are the samples' rows among the tokens. Slots and block tables are those of `groups` groups, one after
-// the other; the kernels see those of one.
+// As runner.Batch; `rows` are the samples' rows among the tokens, in order. Slots and block tables are those of `groups` groups, one
+// after the other; the kernels see those of one.
 struct Batch {
     int32_t tokens, sequences, table_width, samples, groups, unused;
     const int32_t* token_ids;
@@ -117,8 +117,8 @@ void quantize_row(const bf16* from, int depth, int row, const Activations& to);
 void quantize_rows(Team& team, const Matrix& next, int rows, const Activations& both);  // nothing for bf16 weights
 
 void embed(Team& team, const Model& m, const Batch& b, float* hidden);
-void norm_rows(Team& team, const Model& m, const float* from, const int32_t* row_numbers, int rows, const float* weight,
-               const Matrix& next, const Activations& to);
+void norm_rows(Team& team, const Model& m, const float* from, int rows, const float* weight, const Matrix& next,
+               const Activations& to);
 void rotate_and_cache(Team& team, const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q);
 
 // The items of a step, for layers that split decodes or not; returns how many.

@@ -4,6 +4,7 @@
 #endif
 
 #include <algorithm>
+#include <functional>
 
 #include "kernels.h"
 
@@ -95,20 +96,36 @@ Batch of_group(Batch b, int64_t group) {
     return b;
 }
 
-void run_layer(Team& team, const Model& m, const Layer& layer, const Batch& whole, const Workspace& w, const Items& items) {
+// The first half of a layer, up to what its attention gives.
+void attend(Team& team, const Model& m, const Layer& layer, const Batch& whole, const Workspace& w, const Items& items) {
     const Batch b = of_group(whole, layer.group);
     const int64_t q_width = int64_t(m.heads) * m.head_dim;
-    norm_rows(team, m, w.hidden, nullptr, b.tokens, layer.input_norm, layer.qkv, w.normed);
+    norm_rows(team, m, w.hidden, b.tokens, layer.input_norm, layer.qkv, w.normed);
     gemm(team, layer.qkv, w.normed, b.tokens, {Store::kFloats, w.qkv, nullptr, q_width + 2 * int64_t(m.kv_heads) * m.head_dim});
     rotate_and_cache(team, m, layer, b, w.qkv, w.q);
     attention(team, m, layer, b, w.q, items.list, items.count, w.partials, w.scratch, w.attended.values);
     if (items.split) merge_partials(team, m, items.list, items.count, w.partials, w.attended.values);
-    quantize_rows(team, layer.o, b.tokens, w.attended);
-    gemm(team, layer.o, w.attended, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
-    norm_rows(team, m, w.hidden, nullptr, b.tokens, layer.post_norm, layer.gate_up, w.normed);
-    gemm(team, layer.gate_up, w.normed, b.tokens, {Store::kSiluMul, nullptr, w.activated.values, m.intermediate});
-    quantize_rows(team, layer.down, b.tokens, w.activated);
-    gemm(team, layer.down, w.activated, b.tokens, {Store::kAdd, w.hidden, nullptr, m.hidden});
+}
+
+// The second half, of the first `rows` rows.
+void finish(Team& team, const Model& m, const Layer& layer, int rows, const Workspace& w) {
+    quantize_rows(team, layer.o, rows, w.attended);
+    gemm(team, layer.o, w.attended, rows, {Store::kAdd, w.hidden, nullptr, m.hidden});
+    norm_rows(team, m, w.hidden, rows, layer.post_norm, layer.gate_up, w.normed);
+    gemm(team, layer.gate_up, w.normed, rows, {Store::kSiluMul, nullptr, w.activated.values, m.intermediate});
+    quantize_rows(team, layer.down, rows, w.activated);
+    gemm(team, layer.down, w.activated, rows, {Store::kAdd, w.hidden, nullptr, m.hidden});
+}
+
+// After the last attention nobody looks at the rows that do not sample any more: the others move to the front.
+void keep_samples(const Model& m, const Batch& b, const Workspace& w) {
+    const int64_t q_width = int64_t(m.heads) * m.head_dim;
+    for (int64_t i = 0; i < b.samples; i++) {
+        const int64_t row = b.rows[i];
+        if (row == i) continue;
+        std::copy_n(w.hidden + row * m.hidden, m.hidden, w.hidden + i * m.hidden);
+        std::copy_n(w.attended.values + row * q_width, q_width, w.attended.values + i * q_width);
+    }
 }
 
 bool all_between(const int32_t* x, int64_t n, int begin, int end) {
@@ -134,6 +151,8 @@ const char* check(const Model& m, const Batch& b) {
             if (b.positions[i] != context - end + i) return "positions do not end with the context";
     }
     if (!all_between(b.rows, b.samples, 0, b.tokens)) return "a sample row lies outside the batch";
+    if (std::adjacent_find(b.rows, b.rows + b.samples, std::greater_equal<>()) != b.rows + b.samples)
+        return "sample rows do not ascend";
     return nullptr;
 }
 
@@ -162,9 +181,14 @@ void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void*
     const Items whole = make_items(m, b, true, w.items), windowed = make_items(m, b, false, w.items + most_items(b));
     Team team(m.threads);
     embed(team, m, b, w.hidden);
-    for (int i = 0; i < m.num_layers; i++) run_layer(team, m, m.layers[i], b, w, m.layers[i].window ? windowed : whole);
+    for (int i = 0; i < m.num_layers; i++) {
+        const bool last = i == m.num_layers - 1;
+        attend(team, m, m.layers[i], b, w, m.layers[i].window ? windowed : whole);
+        if (last) keep_samples(m, b, w);
+        if (!last || b.samples) finish(team, m, m.layers[i], last ? b.samples : b.tokens, w);
+    }
     if (!b.samples) return;
-    norm_rows(team, m, w.hidden, b.rows, b.samples, m.final_norm, m.head, w.normed);
+    norm_rows(team, m, w.hidden, b.samples, m.final_norm, m.head, w.normed);
     gemm(team, m.head, w.normed, b.samples, {Store::kFloats, logits, nullptr, m.vocab});
 }
 
