@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from tokenmill_scheduler.core.batching import batching_named
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import ExecutorDescription
+from tokenmill_scheduler.core.records import Event, ExecutorDescription
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tokenmill_simulator.cost import StepCost
@@ -114,12 +114,22 @@ def configured(base: SchedulerConfig, settings: Sequence[str]) -> SchedulerConfi
 _PARSERS: dict[Any, Any] = {int: int, float: float, str: str, bool: lambda text: text in ("yes", "true", "1")}
 
 
-def run(name: str, config: SchedulerConfig, requests: Sequence[SimulatedRequest], on: Machines, target: Target) -> Run:
-    """One run, as many slots as its config has: the machines' own limits are only what a config starts from."""
+def run(
+    name: str,
+    config: SchedulerConfig,
+    requests: Sequence[SimulatedRequest],
+    on: Machines,
+    target: Target,
+    before: Sequence[Event] = (),
+) -> Run:
+    """One run, as many slots as its config has: the machines' own limits are only what a config starts from.
+
+    `before`: events that the core is given first.
+    """
     measures = Measures(requests)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     executors = [replace(executor, max_num_seqs=seqs, max_num_batched_tokens=tokens) for executor in on.executors]
-    simulation = Simulation(config, requests, executors, on.cost, measures)
+    simulation = Simulation(config, requests, executors, on.cost, measures, before)
     simulation.run()
     figures = summarise(measures, simulation.core.counters, seqs, on.count, target)
     return Run(name, config, figures, measures)

@@ -17,12 +17,15 @@ from tokenmill_scheduler.core.records import (
     ExecutorJoined,
     Plan,
     PlanIssued,
+    PolicyChanged,
+    QuotasChanged,
     Result,
     ResultArrived,
     StepTimes,
     Submitted,
     TokensGenerated,
     Transitioned,
+    WeightsChanged,
 )
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -63,6 +66,8 @@ class Recording:
         self._asked: dict[str, _Asked] = {}
         self._descriptions: dict[str, ExecutorDescription] = {}
         self._steps: dict[tuple[str, int], _Steps] = {}
+        self._policy: PolicyChanged | None = None
+        self._rules: dict[str, Event] = {}
         self._effects: list[tuple[float, list[Effect]]] = []
         self._rows: list[Step] = []
         self._loads: list[StepLoad] = []
@@ -77,6 +82,10 @@ class Recording:
             case ExecutorJoined():
                 self._descriptions.setdefault(event.executor.name, event.executor)
                 self._steps[event.executor.name, event.epoch] = _Steps()
+            case PolicyChanged():
+                self._policy = event
+            case QuotasChanged() | WeightsChanged():
+                self._rules[type(event).__name__] = event
             case ResultArrived():
                 self._answered(event.executor, event.result, at_s, waiting)
         for effect in effects:
@@ -120,6 +129,17 @@ class Recording:
         if not self._asked:
             raise ValueError("no request was recorded")
         return [_simulated(asked, asked.at_s - self._start_s) for asked in self._asked.values()]
+
+    def config(self, base: SchedulerConfig) -> SchedulerConfig:
+        """`base`, with the order of queues that was last in force."""
+        last = self._policy
+        if last is None:
+            return base
+        return replace(base, policy=last.policy, fair_share=last.fair_share, lane_shares=last.lane_shares)
+
+    def rules(self) -> list[Event]:
+        """Quotas and weights of tenants that were last in force."""
+        return list(self._rules.values())
 
     def fit(self) -> Fit:
         """Raises ValueError when no result said how long it took."""

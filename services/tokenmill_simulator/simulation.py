@@ -95,13 +95,18 @@ class Simulation:
         executors: Sequence[ExecutorDescription],
         cost: StepCost,
         observer: Observer,
+        before: Sequence[Event] = (),
     ) -> None:
-        """Raises KeyError for a policy or batching mode that the core does not have."""
+        """`before`: events that the core is given first.
+
+        Raises KeyError for a policy or batching mode that the core does not have.
+        """
         self.core = Scheduler(config)
         self.now_s = 0.0
         self._model = executors[0].model
         self._requests = requests
         self._observer = observer
+        self._before = before
         output_tokens = [request.arrival.output_tokens for request in requests]
         self.executors = [ModelExecutor(description, cost, output_tokens) for description in executors]
         self._drives = [_Drive(index, executor) for index, executor in enumerate(self.executors)]
@@ -113,6 +118,8 @@ class Simulation:
 
     def run(self) -> None:
         """To the end of the last request."""
+        for event in self._before:
+            self._handle(event)
         for executor in self.executors:
             self._handle(ExecutorJoined(executor.description, 1, executor.cache.blocks()))
         with _rare_collections():

@@ -118,12 +118,12 @@ def _what_if(app: App, file: Path, replayed: Replay, recording: Recording, polic
     """Raises ValueError when the journal has too little in it, or for a policy that there is not."""
     from tokenmill_simulator.compare import candidate, run
 
-    requests, on = recording.requests(), recording.machines()
-    base = replayed.config
+    requests, on, rules = recording.requests(), recording.machines(), recording.rules()
+    base = recording.config(replayed.config)
     configs = {"as it was": base} | {name.strip(): candidate(name.strip(), base) for name in policies.split(",")}
     runs = [
         recording.run(base, replayed.counters, target),
-        *(run(n, config, requests, on, target) for n, config in configs.items()),
+        *(run(n, config, requests, on, target, rules) for n, config in configs.items()),
     ]
     fitted = recording.fit()
     about = (
