@@ -177,6 +177,8 @@ class RequestInfo:
     n: int = 1
     choice: int = 0
     parent_id: str = ""
+    # `wait_reason` as a word to count by, such as "no_slot".
+    wait_code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

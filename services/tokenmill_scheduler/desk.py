@@ -157,6 +157,7 @@ class RequestStatus:
 
     stored: StoredRequest
     wait_reason: str = ""
+    wait_code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +291,8 @@ class Desk(Protocol):
     async def query(self, query: RequestQuery) -> RequestPage:
         """Raises ValueError when the page token is not one it gave."""
 
-    def wait_reason(self, stored: StoredRequest) -> str:
-        """Why a request waits, in a few words; empty if it does not wait."""
+    def standing(self, stored: StoredRequest) -> RequestStatus:
+        """With why it waits, if it does."""
 
     def executors(self) -> tuple[ExecutorStatus, ...]: ...
 

@@ -25,6 +25,7 @@ from tokenmill_scheduler.core.ordering import Ordering
 from tokenmill_scheduler.core.records import Event, OverloadChanged, PlanIssued, Result, Transitioned
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
+from tokenmill_scheduler.core.waiting import WaitReason
 from tokenmill_scheduler.desk import ExecutorStatus, Load
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.idle import IdleClients
@@ -196,6 +197,10 @@ class Loop:
     def wait_reason(self, request_id: str) -> str:
         return self._scheduler.wait_reason(request_id)
 
+    def why_waits(self, request_id: str) -> WaitReason | None:
+        """None if it does not wait."""
+        return self._scheduler.why_waits(request_id)
+
     def load(self) -> Load:
         scheduler, counters = self._scheduler, self._scheduler.counters
         return Load(
@@ -217,6 +222,7 @@ class Loop:
             batching=scheduler.config.batching,
             policy=scheduler.ordering.policy.name,
             queue_paused=scheduler.paused,
+            wait_reasons=scheduler.wait_reasons(),
             recomputed_tokens=counters.recomputed_tokens,
             queued_tokens=scheduler.num_queued_tokens,
             overload_stage=scheduler.overload_stage,

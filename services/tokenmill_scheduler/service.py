@@ -17,6 +17,7 @@ from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
+from tokenmill_scheduler.core.waiting import WaitCode
 from tokenmill_scheduler.desk import (
     Attachment,
     Cancellation,
@@ -305,7 +306,7 @@ class Service:
     async def status(self, request_id: str) -> RequestStatus:
         await self._arrivals.over(request_id)
         stored = await self._find(request_id)
-        return RequestStatus(stored, self.wait_reason(stored))
+        return self.standing(stored)
 
     async def output(self, request_id: str) -> StoredOutput:
         await self._find(request_id)
@@ -318,13 +319,15 @@ class Service:
     async def query(self, query: RequestQuery) -> RequestPage:
         return await read_ledger(self._ledger.query, query)
 
-    def wait_reason(self, stored: StoredRequest) -> str:
+    def standing(self, stored: StoredRequest) -> RequestStatus:
         # A request that waits by the loop's word may still run by the ledger's; one answer must not say both.
         if stored.state not in QUEUED:
-            return ""
+            return RequestStatus(stored)
         if stored.lease != self._lease:
-            return f"scheduler {stored.scheduler} has it" if stored.scheduler else "it is being taken over by another scheduler"
-        return self._loop.wait_reason(stored.request.request_id)
+            words = f"scheduler {stored.scheduler} has it" if stored.scheduler else "it is being taken over by another scheduler"
+            return RequestStatus(stored, words, WaitCode.ELSEWHERE)
+        why = self._loop.why_waits(stored.request.request_id)
+        return RequestStatus(stored) if why is None else RequestStatus(stored, why.words, why.code)
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
         return self._loop.executors()

@@ -197,7 +197,7 @@ class FakeDesk:
         await self.submit(replace(entry.request, request_id=new_request_id, retry_of=request_id), entry.digest)
 
     async def status(self, request_id: str) -> RequestStatus:
-        return RequestStatus(self._stored(self._entry(request_id)), self._wait_reason(request_id))
+        return self.standing(self._stored(self._entry(request_id)))
 
     async def output(self, request_id: str) -> StoredOutput:
         return StoredOutput(0, tuple(self._entry(request_id).tokens))
@@ -220,11 +220,8 @@ class FakeDesk:
         token = f"after-{page[-1][0]}" if len(rows) > len(page) else ""
         return RequestPage(tuple(self._stored(entry) for _, entry in page), token)
 
-    def wait_reason(self, stored: StoredRequest) -> str:
-        return self._wait_reason(stored.request.request_id)
-
-    def _wait_reason(self, request_id: str) -> str:
-        return "no free sequence" if self._entry(request_id).state in QUEUED else ""
+    def standing(self, stored: StoredRequest) -> RequestStatus:
+        return RequestStatus(stored, "no free sequence", "no_slot") if stored.state in QUEUED else RequestStatus(stored)
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
         blocks = Blocks(free=5, cached=2, held=3)

@@ -83,7 +83,7 @@ def _facts(info: RequestInfo) -> list[tuple[str, object]]:
         ("state", info.state),
         ("finish reason", info.finish_reason),
         ("error", info.error),
-        ("waits because", info.wait_reason),
+        ("waits because", f"{info.wait_reason} ({info.wait_code})" if info.wait_code else info.wait_reason),
         ("executor", info.executor),
         ("lane", info.lane),
         ("priority", info.priority),

@@ -22,8 +22,8 @@ class Batching(Protocol):
     def wakeup_s(self, executor: ExecutorState, queue: WaitingQueue) -> float | None:
         """When `open_slots` will change although nothing happens."""
 
-    def closed_because(self, executor: ExecutorState) -> str:
-        """Why it admits nobody, in a few words; empty if it does."""
+    def is_closed(self, executor: ExecutorState) -> bool:
+        """Whether it admits nobody, whoever waits."""
 
 
 class Continuous:
@@ -38,8 +38,8 @@ class Continuous:
     def wakeup_s(self, executor: ExecutorState, queue: WaitingQueue) -> float | None:
         return None
 
-    def closed_because(self, executor: ExecutorState) -> str:
-        return "all slots are taken" if executor.slots_taken >= executor.max_num_seqs else ""
+    def is_closed(self, executor: ExecutorState) -> bool:
+        return executor.slots_taken >= executor.max_num_seqs
 
 
 class Static:
@@ -67,10 +67,8 @@ class Static:
             return None
         return oldest_s + self._max_waiting_time_s
 
-    def closed_because(self, executor: ExecutorState) -> str:
-        if executor.batch_room:
-            return ""
-        return "the running batch has not ended" if executor.running else "the batch is not full"
+    def is_closed(self, executor: ExecutorState) -> bool:
+        return executor.batch_room == 0
 
     def _starts(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> bool:
         oldest_s = queue.oldest_arrival_s

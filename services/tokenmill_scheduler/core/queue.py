@@ -99,6 +99,13 @@ class WaitingQueue:
         account = lane.share.account(live.request.tenant) if self.ordering.fair_share else 0.0
         return (live.request.lane, account, *self.ordering.rank(live))
 
+    def is_outranked(self, live: LiveRequest) -> bool:
+        """Whether one that waits is before it for more than its arrival."""
+        lane = live.request.lane
+        if any(waiting.lines for other, waiting in self.lanes.items() if other < lane):
+            return True
+        return self.ordering.outranks(self.lanes[lane].lines[self.ordering.line(live)].head, live)
+
     # ---- what is counted ----
 
     def admitted(self, live: LiveRequest, now_s: float) -> None:

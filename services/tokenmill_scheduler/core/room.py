@@ -5,27 +5,20 @@ Must not know: the plan being made, the order of the queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.admission import Admission
 from tokenmill_scheduler.core.backlog import most_tokens
-from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.live import LiveRequest
-from tokenmill_scheduler.core.request import Lane, Request, State
+from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.core.roster import Roster
-from tokenmill_scheduler.core.warden import Warden
 
 
 class Room:
     """`watermark` is the share of an executor's blocks that admissions leave to the sequences that run."""
 
-    def __init__(self, roster: Roster, batching: Batching, admission: Admission, warden: Warden, watermark: float) -> None:
+    def __init__(self, roster: Roster, admission: Admission, watermark: float) -> None:
         self._roster = roster
-        self._batching = batching
         self._admission = admission
-        self._warden = warden
         self._watermark = watermark
 
     def can_be_held(self, live: LiveRequest) -> bool:
@@ -37,6 +30,10 @@ class Room:
         """Of a prompt of so many tokens, the most that can ever run at once; None while no executor of the model is known."""
         executors = [e for e in self._roster.executors.values() if e.description.model == model]
         return max((_most_choices(e, num_prompt_tokens, max_tokens) for e in executors), default=None)
+
+    def can_hold(self, executor: ExecutorState, live: LiveRequest) -> bool:
+        """Whether it can run there when nothing else does, with the choices that wait with it."""
+        return _can_hold(executor, live)
 
     def is_candidate(self, live: LiveRequest, executor: ExecutorState) -> bool:
         """False for one that needs a larger executor, or is still being released by another one: it holds up nobody here."""
@@ -72,48 +69,6 @@ class Room:
 
     def is_short(self, live: LiveRequest, executor: ExecutorState) -> bool:
         return self.blocks_needed(live, executor) > self.blocks_free(executor)
-
-    def wait_reason(self, live: LiveRequest) -> str:
-        """Why a queued request runs nowhere, in a few words."""
-        live = live.entry
-        model = live.request.model
-        joined = [e for e in self._roster.executors.values() if e.joined and e.description.model == model]
-        if not joined:
-            return f"no executor serves {model!r} now"
-        if live.sequence is not None:
-            return "its blocks are being released"
-        if self._roster.paused and live.state is State.WAITING:
-            return f"the queue is paused {self._roster.paused}"
-        able = [executor for executor in joined if _can_hold(executor, live)]
-        if not able:
-            return "it needs a larger executor"
-        if live.suspect_until:
-            return "an executor was lost while it ran: such requests are tried one at a time"
-        if over := self._over_quota(live, able):
-            return over
-        if live.request.lane is Lane.BATCH and all(self._warden.holds_batch(executor) for executor in able):
-            return f"the batch lane is held back: {self._warden.why}"
-        closed = [self._closed_because(executor) for executor in able]
-        if all(closed):
-            return closed[0]
-        if all(executor.max_num_seqs - executor.slots_taken < live.gang_size for executor in able):
-            return f"its {live.gang_size} choices are admitted together, and there are not so many free slots"
-        short = all(self.is_short(live, executor) for executor in able)
-        return "not enough free KV blocks" if short else "others are before it in the queue"
-
-    def _over_quota(self, live: LiveRequest, executors: Sequence[ExecutorState]) -> str:
-        """Which quota keeps it waiting, in a few words; empty if some executor may take it."""
-        quotas, now_s = self._roster.quotas, self._roster.now_s
-        over = [quotas.over(live.request.tenant, live.gang_size, self.most_blocks(live, e), now_s) for e in executors]
-        return over[0] if all(over) else ""
-
-    def _closed_because(self, executor: ExecutorState) -> str:
-        """Why an executor admits nobody, in a few words; empty if it does."""
-        if executor.name in self._roster.drained:
-            return f"executor {executor.name} is drained {self._roster.drained[executor.name]}"
-        if quarantine.on_trial(executor):
-            return "a request that may have killed an executor is tried alone"
-        return self._batching.closed_because(executor)
 
 
 def _can_hold(executor: ExecutorState, live: LiveRequest) -> bool:

@@ -48,6 +48,7 @@ from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, Lane
 from tokenmill_scheduler.core.results import apply_result
 from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
+from tokenmill_scheduler.core.waiting import WaitReason, WaitReasons
 from tokenmill_scheduler.core.warden import Warden
 
 _EXPIRED = Ending(State.EXPIRED, FinishReason.EXPIRED, "deadline passed")
@@ -95,7 +96,8 @@ class Scheduler:
         self._roster = Roster(_ordering(config, prediction), prediction)
         self._warden = Warden(self._roster, config.overload)
         admission = admission_named(config.admission, prediction.lengths)
-        self._room = Room(self._roster, self._batching, admission, self._warden, config.watermark)
+        self._room = Room(self._roster, admission, config.watermark)
+        self._reasons = WaitReasons(self._roster, self._batching, self._room, self._warden)
         self._planner = Planner(self._roster, self._batching, self._room, self._warden, config.max_overtakes)
 
     # ---- events ----
@@ -292,10 +294,17 @@ class Scheduler:
 
     def wait_reason(self, request_id: str) -> str:
         """Why a request waits, in a few words; empty if it does not wait or is unknown."""
+        why = self.why_waits(request_id)
+        return "" if why is None else why.words
+
+    def why_waits(self, request_id: str) -> WaitReason | None:
+        """None if it does not wait or is unknown."""
         live = self._roster.requests.get(request_id)
-        if live is None or live.state not in QUEUED:
-            return ""
-        return self._room.wait_reason(live)
+        return None if live is None or live.state not in QUEUED else self._reasons.of(live)
+
+    def wait_reasons(self) -> dict[str, int]:
+        """Waiting requests by why they wait; of a long queue the first are looked at (see `waiting.py`)."""
+        return self._reasons.counts()
 
     @property
     def ordering(self) -> Ordering:

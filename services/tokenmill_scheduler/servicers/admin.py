@@ -15,7 +15,7 @@ from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.request import TERMINAL, Lane, State
-from tokenmill_scheduler.desk import Desk, OperatorDesk, RequestStatus, UnknownRequest
+from tokenmill_scheduler.desk import Desk, OperatorDesk, UnknownRequest
 from tokenmill_scheduler.intake import InvalidArgument, Violations
 from tokenmill_scheduler.intake.fields import (
     LANE_WORDS,
@@ -69,7 +69,7 @@ class AdminServicer(AdminServiceServicer):
         )
         violations.raise_any()
         page = await self._page(query)
-        infos = [convert.request_info(RequestStatus(stored, self._desk.wait_reason(stored))) for stored in page.requests]
+        infos = [convert.request_info(self._desk.standing(stored)) for stored in page.requests]
         return pb.ListRequestsResponse(requests=infos, next_page_token=page.next_page_token)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:

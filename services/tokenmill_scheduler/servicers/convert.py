@@ -76,6 +76,7 @@ def request_info(status: RequestStatus) -> types_pb2.RequestInfo:
         preemptions=stored.preemptions,
         detached=request.detached,
         wait_reason=status.wait_reason,
+        wait_code=status.wait_code,
         executor=stored.executor,
         lane=_LANES[request.lane],
         retry_of=request.retry_of,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
+from tokenmill_scheduler.core.lengths import OutputLengths
+from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import Updated
-from tokenmill_scheduler.core.request import Lane, State
+from tokenmill_scheduler.core.prediction import Prediction
+from tokenmill_scheduler.core.records import PolicyChanged, Updated
+from tokenmill_scheduler.core.request import Lane, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tests.simulation.world import World, description
@@ -160,6 +164,82 @@ def test_a_lower_priority_does_not_overtake_a_higher_that_does_not_fit() -> None
     assert world.state("r4") is State.WAITING
     world.drain()
     assert _admitted(world) == [1, 2, 4]
+
+
+def test_c71_sjf_runs_the_short_one_first_and_the_long_one_within_the_bound_under_endless_short_ones() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="sjf", ageing_turn=4), description())
+    world.submit(1, max_tokens=40)
+    world.submit(2, max_tokens=2)
+    for seed in range(4, 40):
+        world.submit(seed, max_tokens=2)
+        world.turn()
+        world.turn()
+    assert _admitted(world)[:5] == [2, 4, 5, 1, 6]
+    world.drain()
+    world.check_idle()
+
+
+def test_a_request_that_ran_for_its_age_is_not_displaced_by_the_next_of_higher_priority() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="priority", ageing_turn=2, max_priority_wait_s=10.0), description())
+    world.submit(1, max_tokens=20)
+    world.submit(2, priority=1, max_tokens=2)
+    world.submit(4, priority=1, max_tokens=2)
+    world.turn()
+    world.tick(10.0)
+    for seed in (5, 7, 8):
+        world.submit(seed, priority=1, max_tokens=2)
+        world.turn()
+    assert world.state("r1") is State.DECODE
+    world.drain()
+    assert _admitted(world) == [2, 1, 4, 5, 7, 8]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_c25_a_preempted_request_resumes_before_its_equals_under_every_policy(policy: str) -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy=policy, ageing_turn=1), description())
+    world.submit(1, max_tokens=9)
+    world.turn()
+    world.submit(2, max_tokens=9)
+    world.submit(4, max_tokens=8, lane=Lane.REAL_TIME)
+    world.drain()
+    assert _admitted(world) == [1, 4, 1, 2]
+
+
+def test_edf_runs_the_earliest_deadline_first_and_those_without_one_last() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, policy="edf"), description())
+    for seed, wait_s in ((1, None), (2, 900.0), (4, 300.0), (5, None), (7, 600.0)):
+        world.submit(seed, deadline_s=None if wait_s is None else world.now_s + wait_s)
+    world.update("r5", deadline_s=world.now_s + 100.0)
+    world.drain()
+    assert _admitted(world) == [5, 4, 7, 2, 1]
+
+
+def test_a_policy_that_changes_puts_what_waits_in_its_order_and_leaves_what_runs_alone() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1), description())
+    world.submit(1, max_tokens=9)
+    world.turn()
+    for seed, max_tokens in ((2, 9), (4, 3), (5, 6)):
+        world.submit(seed, max_tokens=max_tokens)
+    world.change_policy(PolicyChanged("sjf", fair_share=True, lane_shares=(50, 40, 10)))
+    world.drain()
+    world.check_idle()
+    assert _admitted(world) == [1, 4, 5, 2]
+
+
+def test_sjf_judges_tenants_that_set_max_tokens_carelessly_by_the_outputs_they_made() -> None:
+    prediction = Prediction(OutputLengths())
+    careless = Request("c", "m", (1,), Sampling(max_tokens=1000, seed=0), 0.0, tenant="careless")
+    careful = Request("d", "m", (1,), Sampling(max_tokens=40, seed=0), 0.0, tenant="careful")
+    for _ in range(20):
+        prediction.observe(careless, 10)
+        prediction.observe(careful, 38)
+
+    def remaining(request: Request, made: int = 0) -> int:
+        return prediction.remaining(LiveRequest(request, 1, State.WAITING, [7] * made))
+
+    assert (remaining(careless), remaining(careless, 4), remaining(careful)) == (10, 6, 40)
+    assert remaining(careless, 10) == 990, "it has outgrown what was expected"
+    assert remaining(replace(careless, tenant="unknown")) == 1000
 
 
 def test_a_new_priority_moves_a_waiting_request_and_is_told() -> None:

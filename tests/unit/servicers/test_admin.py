@@ -44,6 +44,7 @@ async def test_a_waiting_request_says_why_and_an_ended_one_when(served: Served) 
     served.desk.produce("r1", 8)
     ended, waiting = (await served.admin.ListRequests(admin.ListRequestsRequest())).requests
     assert (waiting.state, waiting.wait_reason) == (types.REQUEST_STATE_WAITING, "no free sequence")
+    assert waiting.wait_code == "no_slot"
     assert not waiting.HasField("finished_at")
     assert (ended.state, ended.wait_reason) == (types.REQUEST_STATE_DONE, "")
     assert ended.finish_reason == types.FINISH_REASON_LENGTH

@@ -344,6 +344,7 @@ class RequestInfo(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DETACHED_FIELD_NUMBER: _builtins.int
     WAIT_REASON_FIELD_NUMBER: _builtins.int
+    WAIT_CODE_FIELD_NUMBER: _builtins.int
     EXECUTOR_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
     RETRY_OF_FIELD_NUMBER: _builtins.int
@@ -362,6 +363,8 @@ class RequestInfo(_message.Message):
     detached: _builtins.bool
     wait_reason: _builtins.str
     """Why it was in no plan of the last step; empty when it runs or has ended."""
+    wait_code: _builtins.str
+    """The same as a word to count by, such as "no_slot", "no_blocks", "over_quota", "paused", "behind_others"."""
     executor: _builtins.str
     """The executor it runs on; empty when it does not run."""
     lane: Global___Lane.ValueType
@@ -401,6 +404,7 @@ class RequestInfo(_message.Message):
         preemptions: _builtins.int = ...,
         detached: _builtins.bool = ...,
         wait_reason: _builtins.str = ...,
+        wait_code: _builtins.str = ...,
         executor: _builtins.str = ...,
         lane: Global___Lane.ValueType = ...,
         retry_of: _builtins.str = ...,
@@ -410,7 +414,7 @@ class RequestInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "submitted_at", b"submitted_at", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "deadline", b"deadline", "detached", b"detached", "error", b"error", "executor", b"executor", "finish_reason", b"finish_reason", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "lane", b"lane", "model", b"model", "n", b"n", "parent_id", b"parent_id", "preemptions", b"preemptions", "priority", b"priority", "request_id", b"request_id", "retry_of", b"retry_of", "state", b"state", "submitted_at", b"submitted_at", "tenant", b"tenant", "usage", b"usage", "wait_reason", b"wait_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "deadline", b"deadline", "detached", b"detached", "error", b"error", "executor", b"executor", "finish_reason", b"finish_reason", "finished_at", b"finished_at", "first_token_at", b"first_token_at", "lane", b"lane", "model", b"model", "n", b"n", "parent_id", b"parent_id", "preemptions", b"preemptions", "priority", b"priority", "request_id", b"request_id", "retry_of", b"retry_of", "state", b"state", "submitted_at", b"submitted_at", "tenant", b"tenant", "usage", b"usage", "wait_code", b"wait_code", "wait_reason", b"wait_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
