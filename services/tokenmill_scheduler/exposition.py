@@ -16,6 +16,7 @@ from tokenmill_service.metrics import histogram_family
 
 from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.scheduler import Scheduler
+from tokenmill_scheduler.core.waiting import WaitCode
 from tokenmill_scheduler.desk import ExecutorStatus
 from tokenmill_scheduler.latency import Latency
 from tokenmill_scheduler.ledger.writer import LedgerWriter
@@ -61,6 +62,7 @@ class Exposition:
         accepted = {lane.name.lower(): count for lane, count in metrics.accepted.items()}
         yield _gauge("num_requests_running", "Requests in an executor's batch", "lane", running)
         yield _gauge("num_requests_waiting", "Requests in the queue", "lane", waiting)
+        yield _gauge("requests_waiting_by_reason", "Requests in the queue, by why they wait", "reason", self._wait_reasons())
         yield _gauge("oldest_wait_seconds", "Of the request in the queue that has waited longest", "lane", oldest)
         yield _counter("requests_accepted", "Requests that became durable; each choice of one is one", "lane", accepted)
         yield _counter(
@@ -81,6 +83,11 @@ class Exposition:
             "What decides the order and the batch",
             {"policy": scheduler.ordering.policy.name, "batching": scheduler.config.batching},
         )
+
+    def _wait_reasons(self) -> dict[str, int]:
+        """With 0 for the others."""
+        codes = [code for code in WaitCode if code is not WaitCode.ELSEWHERE]
+        return {**dict.fromkeys(map(str, codes), 0), **self._scheduler.wait_reasons()}
 
     def _tokens(self) -> Iterator[Metric]:
         counters = self._scheduler.counters

@@ -65,7 +65,8 @@ async def test_c68_cancel_everything_and_the_gauges_read_0_within_one_scrape(exe
 
         async def full() -> bool:
             seen = await scrape(server.metrics_address)
-            return occupancy(seen) == (4, 8) and seen("kv_cache_usage_perc") == 0.4
+            by_reason = seen("requests_waiting_by_reason"), seen("requests_waiting_by_reason", reason="no_slot")
+            return occupancy(seen) == (4, 8) and by_reason == (8, 8) and seen("kv_cache_usage_perc") == 0.4
 
         await eventually(full)
         answer = await caller.admin.CancelRequests(
@@ -74,6 +75,7 @@ async def test_c68_cancel_everything_and_the_gauges_read_0_within_one_scrape(exe
         assert len(answer.outcomes) == 12
         first = await scrape(server.metrics_address)
         assert occupancy(first) == (0, 0)
+        assert first("requests_waiting_by_reason") == 0
         assert first("oldest_wait_seconds") == 0
         assert first("request_success_total", finished_reason="cancelled") == 12
 
