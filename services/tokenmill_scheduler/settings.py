@@ -250,7 +250,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--commit-interval": {
             "type": seconds,
-            "default": 0.025,
+            "default": 0.05,
             "help": "tokens of several streams are committed, and then sent, at most this often, in seconds; first tokens, ends "
             "and the tokens of a single stream at once; 0: every step",
         },

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-# gRPC's event engine wakes threads of its own for each message, and they wake the one thread that asyncio hears from. Without it that
-# one waits for the sockets itself: a sixth less CPU around a step. Names that another version does not know change nothing.
+# gRPC's event engine wakes threads of its own for each message, and they wake the one thread that asyncio hears from. Without it
+# that one waits for the sockets itself: a sixth less CPU around a step. Names that another version does not know change nothing.
 _GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)
