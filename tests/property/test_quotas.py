@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.quotas import BURST_S, Quota
-from tokenmill_scheduler.core.records import QuotasChanged, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.records import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import RUNNING, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
@@ -83,8 +83,7 @@ def test_quotas_are_never_exceeded_and_hold_up_nobody_else(
     """There are blocks and tokens in a step for all, so who waits while a slot is free waits for its quota."""
     world = World(SchedulerConfig(max_num_seqs=seqs, fair_share=fair_share), description(num_blocks=200))
     by_tenant = dict(zip(LIMITED, quotas, strict=True))
-    world.limited = set(LIMITED)
-    world.handle(QuotasChanged(Quota(), by_tenant))
+    world.limit(**by_tenant)
     ledger = Ledger(world, by_tenant)
     for step in steps:
         _do(world, step, seqs)

@@ -13,7 +13,9 @@ from typing import ClassVar
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tokenmill_scheduler.core.admission import ADMISSION_MODES
 from tokenmill_scheduler.core.policy import POLICIES
+from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.core.records import (
     FULL_ATTENTION,
     BlockGroup,
@@ -53,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         ageing_turn=st.integers(0, 3),
         fair_share=st.booleans(),
+        admission=st.sampled_from(ADMISSION_MODES),
         first=st.lists(SHAPES, min_size=3, max_size=8),
     )
     def start(
@@ -69,10 +72,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         ageing_turn: int,
         fair_share: bool,
+        admission: str,
         first: list[tuple[int, int, int]],
     ) -> None:
         config = SchedulerConfig(
-            max_num_seqs, budget, batching, policy, 0.5, 0.2, max_overtakes, ageing_turn, fair_share=fair_share
+            max_num_seqs,
+            budget,
+            batching,
+            policy,
+            0.5,
+            0.2,
+            max_overtakes,
+            ageing_turn,
+            fair_share=fair_share,
+            admission=admission,
         )
         shapes = [
             description("x", block_size=2, num_blocks=num_blocks, max_model_len=24, pipeline_depth=depth, caching=caching),
@@ -172,6 +185,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.resume()
         else:
             self.world.pause()
+
+    @rule(seqs=st.none() | st.integers(0, 2), blocks=st.none() | st.integers(1, 8), rate=st.none() | st.integers(0, 20))
+    def limit_tenants(self, seqs: int | None, blocks: int | None, rate: int | None) -> None:
+        """Two of the three tenants, one of them in its blocks only."""
+        self.world.limit(t0=Quota(seqs, None, rate), t1=Quota(None, blocks, None))
 
     @rule(name=EXECUTORS)
     def drain_or_undrain(self, name: str) -> None:
@@ -282,6 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.world.undrain_executor(name)
         if self.world.paused:
             self.world.resume()
+        self.world.limit()
         self.world.drain()
         self.world.check_idle()
         self.forecast_is_honest()

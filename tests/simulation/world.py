@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core import invariants, quarantine
 from tokenmill_scheduler.core.choices import choice_ids, further_choices
+from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.core.records import (
     FULL_ATTENTION,
     BlockGroup,
@@ -28,6 +29,7 @@ from tokenmill_scheduler.core.records import (
     PolicyChanged,
     QueuePaused,
     QueueResumed,
+    QuotasChanged,
     Result,
     ResultArrived,
     Submitted,
@@ -111,8 +113,7 @@ class World:
         self.effects: list[Effect] = []
         self.paused = False
         self.drained: list[str] = []
-        # Tenants that may wait for their quotas while others overtake them.
-        self.limited: set[str] = set()
+        self.quotas: dict[str, Quota] = {}
         # How often a request has killed an executor.
         self.kills: dict[str, int] = {}
         for executor in executors:
@@ -183,6 +184,11 @@ class World:
     def tick(self, seconds: float = 0.0) -> list[Effect]:
         self.now_s += seconds
         return self.handle(Tick())
+
+    def limit(self, **quotas: Quota) -> None:
+        """These and no other tenants have a quota from now on."""
+        self.quotas = quotas
+        self.handle(QuotasChanged(Quota(), quotas))
 
     def pause(self) -> None:
         self.paused = True
@@ -267,6 +273,7 @@ class World:
     def restart_scheduler(self) -> None:
         """Kill the scheduler and take all unfinished requests up again from the record."""
         self.core = Scheduler(self.config)
+        self.limit(**self.quotas)
         self.kills.clear()
         if self.paused:
             self.handle(QueuePaused("by ann: a test"))
@@ -406,7 +413,8 @@ class World:
         return record is next(choice for choice in self.group(record) if choice.state is State.WAITING)
 
     def _share_a_line(self, one: Request, other: Request) -> bool:
-        if one.tenant in self.limited:
+        if one.tenant in self.quotas:
+            # It may wait for its quota while others overtake it.
             return False
         return one.lane == other.lane and (not self.config.fair_share or one.tenant == other.tenant)
 

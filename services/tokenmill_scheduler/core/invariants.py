@@ -5,6 +5,7 @@ Each function checks one thing that the design promises; `check` is all of them.
 
 from __future__ import annotations
 
+from tokenmill_scheduler.core.backlog import most_tokens
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, Lane, State
@@ -18,6 +19,7 @@ def check(scheduler: Scheduler) -> None:
     roster = scheduler._roster
     check_requests(roster)
     check_queues(roster)
+    check_usage(roster)
     for executor in roster.executors.values():
         check_sequences(executor, roster)
         check_plans(executor)
@@ -62,6 +64,20 @@ def check_lines(queue: WaitingQueue) -> None:
         assert sorted(name for _, name in lane.share.order()) == sorted(lane.lines)
         assert lane.share.order() == sorted(lane.share.order())
     assert queue.num_resuming == sum(live.state is State.PREEMPTED for live in queue)
+
+
+def check_usage(roster: Roster) -> None:
+    """What tenants are counted with is what is there: every sequence until its blocks are back, every request that waits."""
+    running = [s for executor in roster.executors.values() for s in executor.running.values()]
+    leaving = [s for executor in roster.executors.values() for s in executor.leaving.values()]
+    held = roster.quotas._held
+    assert held.keys() == {s.sequence_id for s in (*running, *leaving)}
+    assert {sequence_id for sequence_id, its in held.items() if its.runs} == {s.sequence_id for s in running}
+    for tenant in {its.tenant for its in held.values()} | roster.quotas._usage.keys():
+        its = [held_ for held_ in held.values() if held_.tenant == tenant]
+        assert roster.quotas.in_use(tenant) == (sum(h.runs for h in its), sum(h.blocks for h in its)), f"{tenant} is miscounted"
+    waiting = [live.request for live in roster.requests.values() if live.state in QUEUED]
+    assert roster.backlog.tokens(*Lane) == sum(map(most_tokens, waiting)), "the backlog is miscounted"
 
 
 def check_sequences(executor: ExecutorState, roster: Roster) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill_scheduler.core.overload import OverloadConfig, OverloadController, Signals, Stage
 from tokenmill_scheduler.core.quotas import Quota
-from tokenmill_scheduler.core.records import OverloadChanged, QuotasChanged
+from tokenmill_scheduler.core.records import OverloadChanged
 from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
@@ -181,8 +181,7 @@ def test_stage_1_gives_the_batch_lane_what_is_left_one_batch_after_another() -> 
 
 def test_who_waits_for_something_else_than_room_is_no_overload() -> None:
     world = _world()
-    world.handle(QuotasChanged(Quota(), {"a": Quota(max_num_seqs=0)}))
-    world.limited = {"a"}
+    world.limit(a=Quota(max_num_seqs=0))
     world.submit(1, tenant="a")
     for _ in range(100):
         world.tick(0.1)

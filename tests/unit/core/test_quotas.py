@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from tokenmill_scheduler.core.quotas import Quota, Quotas
-from tokenmill_scheduler.core.records import QuotasChanged
 from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tests.simulation.world import World, description
-
-
-def _limit(world: World, **quotas: Quota) -> None:
-    world.limited = set(quotas)
-    world.handle(QuotasChanged(Quota(), quotas))
 
 
 def _states(world: World, *seeds: int) -> str:
@@ -21,7 +15,7 @@ def _states(world: World, *seeds: int) -> str:
 
 def test_a_tenant_at_its_sequences_waits_and_those_behind_it_run() -> None:
     world = World(SchedulerConfig(max_num_seqs=4), description())
-    _limit(world, a=Quota(max_num_seqs=2))
+    world.limit(a=Quota(max_num_seqs=2))
     for seed in (1, 2, 4):
         world.submit(seed, tenant="a", max_tokens=6)
     world.submit(5, tenant="b")
@@ -39,7 +33,7 @@ def test_a_tenant_at_its_sequences_waits_and_those_behind_it_run() -> None:
 
 def test_within_a_tenant_nobody_runs_sooner_for_being_smaller() -> None:
     world = World(None, description())
-    _limit(world, a=Quota(max_kv_blocks=6))
+    world.limit(a=Quota(max_kv_blocks=6))
     world.submit(1, tenant="a", prompt=4, max_tokens=5)
     world.submit(2, tenant="a", prompt=17, max_tokens=4)
     world.submit(4, tenant="a", prompt=1, max_tokens=1)
@@ -53,7 +47,7 @@ def test_within_a_tenant_nobody_runs_sooner_for_being_smaller() -> None:
 
 def test_blocks_count_until_the_executor_has_let_go_of_them() -> None:
     world = World(None, description())
-    _limit(world, a=Quota(max_kv_blocks=2))
+    world.limit(a=Quota(max_kv_blocks=2))
     world.submit(1, tenant="a", prompt=4, max_tokens=5)
     world.submit(2, tenant="a", prompt=4, max_tokens=5)
     world.turn()
@@ -72,7 +66,7 @@ def test_blocks_count_until_the_executor_has_let_go_of_them() -> None:
 
 def test_tokens_a_second_are_paid_before_the_next_request_runs() -> None:
     world = World(None, description())
-    _limit(world, a=Quota(max_tokens_per_s=10))
+    world.limit(a=Quota(max_tokens_per_s=10))
     world.submit(1, tenant="a", prompt=24, max_tokens=1)
     world.submit(2, tenant="a", prompt=4, max_tokens=1)
     world.submit(4, tenant="b", prompt=4, max_tokens=1)
@@ -94,7 +88,7 @@ def test_tokens_a_second_are_paid_before_the_next_request_runs() -> None:
 
 def test_output_counts_and_what_runs_goes_on_in_debt() -> None:
     world = World(None, description())
-    _limit(world, a=Quota(max_tokens_per_s=10))
+    world.limit(a=Quota(max_tokens_per_s=10))
     world.submit(1, tenant="a", prompt=4, max_tokens=20)
     while world.state("r1") is not State.DONE:
         world.turn()
@@ -107,7 +101,7 @@ def test_output_counts_and_what_runs_goes_on_in_debt() -> None:
 
 def test_a_request_over_its_quota_displaces_nobody() -> None:
     world = World(SchedulerConfig(max_num_seqs=2, policy="priority"), description())
-    _limit(world, a=Quota(max_num_seqs=1))
+    world.limit(a=Quota(max_num_seqs=1))
     for seed in (1, 2):
         world.submit(seed, max_tokens=20)
     world.turn()
@@ -126,11 +120,11 @@ def test_a_change_holds_from_now_on() -> None:
     for seed in (1, 2, 4):
         world.submit(seed, tenant="a", max_tokens=20)
     world.turn()
-    _limit(world, a=Quota(max_num_seqs=1))
+    world.limit(a=Quota(max_num_seqs=1))
     world.submit(5, tenant="a")
     world.turn()
     assert _states(world, 1, 2, 4, 5) == "decode decode decode waiting"
-    _limit(world, a=Quota(max_num_seqs=4))
+    world.limit(a=Quota(max_num_seqs=4))
     world.turn()
     assert world.state("r5") is State.DECODE
     world.drain()
@@ -139,21 +133,21 @@ def test_a_change_holds_from_now_on() -> None:
 
 def test_no_sequences_at_all_means_waiting_and_nobody_else_does() -> None:
     world = World(SchedulerConfig(max_num_seqs=2), description())
-    _limit(world, a=Quota(max_num_seqs=0), c=Quota(max_tokens_per_s=0))
+    world.limit(a=Quota(max_num_seqs=0), c=Quota(max_tokens_per_s=0))
     world.submit(1, tenant="a", lane=Lane.REAL_TIME)
     world.submit(2, tenant="c", lane=Lane.REAL_TIME)
     for seed in range(3, 30):
         world.submit(seed)
     world.drain()
     assert world.unfinished == ["r1", "r2"]
-    _limit(world)
+    world.limit()
     world.drain()
     world.check_idle()
 
 
 def test_c32_who_waits_for_what_never_comes_is_ended_by_its_queue_timeout_and_a_fifth_runs() -> None:
     world = World(SchedulerConfig(max_num_seqs=4), description())
-    _limit(world, a=Quota(max_num_seqs=0))
+    world.limit(a=Quota(max_num_seqs=0))
     for seed in (1, 2, 4, 5):
         world.submit(seed, tenant="a", queue_deadline_s=world.now_s + 5)
     world.submit(7, tenant="b")
@@ -169,9 +163,9 @@ def test_what_is_asked_of_a_quota_beforehand() -> None:
     world = World(None, description(block_size=4))
     world.submit(1, tenant="a", prompt=4, max_tokens=6)
     request = world.records["r1"].request
-    _limit(world, a=Quota(max_kv_blocks=2))
+    world.limit(a=Quota(max_kv_blocks=2))
     assert world.core.never_within_quota(request) == "the request may come to 3 KV blocks, more than the 2 that tenant a may hold"
-    _limit(world, a=Quota(max_kv_blocks=3, max_num_seqs=1))
+    world.limit(a=Quota(max_kv_blocks=3, max_num_seqs=1))
     assert world.core.never_within_quota(request) == ""
     # Its like is queued already.
     assert world.core.over_quota(request, world.now_s) == "tenant a has 0 of 1 sequences running"
