@@ -38,7 +38,8 @@ def _sections(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _row(action: argparse.Action) -> str:
-    flag = action.option_strings[-1]
+    # Of a switch, both ways.
+    flag = "`, `".join(action.option_strings) if isinstance(action, argparse.BooleanOptionalAction) else action.option_strings[-1]
     choices = f" {', '.join(map(str, action.choices))}" if action.choices else ""
     default = "" if action.default in (None, argparse.SUPPRESS) else f"`{action.default}`"
     meaning = (action.help or "").replace("|", "\\|").replace("%%", "%")
