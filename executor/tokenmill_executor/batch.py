@@ -13,6 +13,9 @@ import numpy as np
 from tokenmill_executor.runner import Batch
 from tokenmill_executor.sequences import Sequence
 
+# Of a sequence: with more, a copy for each row is faster than one copy for all.
+_FEW_BLOCKS = 64
+
 
 # Not frozen: hundreds are made each step, and a frozen record takes twice as long to make.
 @dataclass(slots=True)
@@ -61,8 +64,13 @@ def _token_ids(advances: SequenceOf[Advance]) -> np.ndarray[tuple[int], np.dtype
 
 
 def _block_tables(advances: SequenceOf[Advance], num_groups: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int32]]:
-    counts = np.array([advance.sequence.table.count for advance in advances], dtype=np.int32)
-    tables = np.zeros((num_groups, len(advances), counts.max()), dtype=np.int32)
-    # Row by row into the places that a mask leaves open: one copy for all rows.
-    tables[:, np.arange(tables.shape[2]) < counts[:, None]] = np.concatenate([a.sequence.table.rows for a in advances], axis=1)
-    return tables
+    tables = [advance.sequence.table for advance in advances]
+    counts = np.array([table.count for table in tables], dtype=np.int32)
+    whole = np.zeros((num_groups, len(tables), counts.max()), dtype=np.int32)
+    if num_groups == 1 and whole.shape[2] <= _FEW_BLOCKS:
+        # Into the places that a mask leaves open: one copy for all rows.
+        whole[0, np.arange(whole.shape[2]) < counts[:, None]] = np.concatenate([table.blocks for table in tables])
+    else:
+        for row, table in enumerate(tables):
+            whole[:, row, : table.count] = table.rows
+    return whole

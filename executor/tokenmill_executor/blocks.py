@@ -102,6 +102,11 @@ class BlockPool:
         self._references = [0] * num_blocks
         self.index = PrefixIndex()
 
+    @property
+    def slides(self) -> bool:
+        """Whether any group has a window."""
+        return bool(self._sliding)
+
     def new_table(self) -> BlockTable:
         """An empty one."""
         return BlockTable(self.num_groups)

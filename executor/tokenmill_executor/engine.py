@@ -275,7 +275,8 @@ class Engine:
         sequence.computed = advance.end
         self._store_blocks(sequence, advance.start, advance.end)
         # Plans are carried out one after another: the next one begins here, and nothing that runs sees what lies behind.
-        self._pool.slide(sequence.table, sequence.computed)
+        if self._pool.slides:
+            self._pool.slide(sequence.table, sequence.computed)
 
     def _store_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Indexes the blocks that computing positions `start` to `end` - 1 has filled."""
