@@ -6,6 +6,7 @@ Must not know: how runs were made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ _MOST_POINTS = 1500
 # A curve of a distribution ends here: what is beyond is a few requests.
 _TAIL = 99.9
 _FAR_APART = 10
+# Two runs that are alike are seen to be two.
+_DASHES = ("-", "--", "-.", ":")
 
 matplotlib.rcParams.update(
     {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 10}
@@ -69,11 +72,11 @@ def queue(runs: Sequence[Run]) -> Figure:
     """Requests waiting, over time."""
     figure = Figure(figsize=(_WIDTH_IN, 4.0), layout="constrained")
     panel = figure.subplots()
-    for run in runs:
+    for run, dash in zip(runs, cycle(_DASHES), strict=False):
         steps = run.measures.steps
         times = np.array([step.end_s for step in steps])
         waiting = np.array([float(step.waiting) for step in steps])
-        panel.step(*_thinned(times, waiting), where="post", label=run.name, linewidth=1.2)
+        panel.step(*_thinned(times, waiting), where="post", label=run.name, linewidth=1.3, linestyle=dash)
     panel.set_xlabel("seconds since the first arrival")
     panel.set_ylabel("requests waiting")
     panel.set_ylim(bottom=0)
@@ -86,9 +89,9 @@ def latency(runs: Sequence[Run]) -> Figure:
     """Share of requests, or of gaps between tokens, that took at most so long."""
     figure = Figure(figsize=(_WIDTH_IN, 4.0), layout="constrained")
     first, between = figure.subplots(1, 2, sharey=True)
-    for run in runs:
-        _cumulative(first, run.measures.time_to_first_token_s, run.name)
-        _cumulative(between, run.measures.inter_token_s, run.name)
+    for run, dash in zip(runs, cycle(_DASHES), strict=False):
+        _cumulative(first, run.measures.time_to_first_token_s, run.name, dash)
+        _cumulative(between, run.measures.inter_token_s, run.name, dash)
     for panel in (first, between):
         _scale(panel)
     first.set_xlabel("time to first token, ms")
@@ -98,10 +101,11 @@ def latency(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _cumulative(panel: Axes, values: Floats, name: str) -> None:
+def _cumulative(panel: Axes, values: Floats, name: str, dash: str) -> None:
     shares = np.linspace(0, _TAIL, 500)
     if len(values):
-        panel.plot(1e3 * np.percentile(values, shares, method="inverted_cdf"), shares / 100, label=name, linewidth=1.2)
+        times_ms = 1e3 * np.percentile(values, shares, method="inverted_cdf")
+        panel.plot(times_ms, shares / 100, label=name, linewidth=1.3, linestyle=dash)
 
 
 def _scale(panel: Axes) -> None:

@@ -70,6 +70,7 @@ def _replay(file: Path, observer: Observer | None = None) -> Replay:
 
 def _compare(app: App, replayed: Replay) -> int:
     difference = replayed.difference
+    _warn(replayed)
     if app.json:
         print_json(
             {
@@ -83,13 +84,17 @@ def _compare(app: App, replayed: Replay) -> int:
         )
     elif difference is None:
         click.echo(f"{replayed.events:,} events, {replayed.plans:,} plans: the core decides the same, byte for byte.")
-        if replayed.missing:
-            click.echo(f"The journal lacks the next {replayed.missing:,} events: what came later cannot be compared.", err=True)
-        if replayed.full:
-            click.echo("The journal is full: what came later is not in it.", err=True)
     else:
         _show(replayed, difference)
     return ExitCode.OK if difference is None else ExitCode.FAILURE
+
+
+def _warn(replayed: Replay) -> None:
+    """Of what is not in the journal."""
+    if replayed.missing:
+        click.echo(f"The journal lacks the next {replayed.missing:,} events: what came later is left out.", err=True)
+    if replayed.full:
+        click.echo("The journal is full: what came later is not in it.", err=True)
 
 
 def _show(replayed: Replay, difference: Difference) -> None:
@@ -118,6 +123,7 @@ def _what_if(app: App, file: Path, replayed: Replay, recording: Recording, polic
     """Raises ValueError when the journal has too little in it, or for a policy that there is not."""
     from tokenmill_simulator.compare import candidate, run
 
+    _warn(replayed)
     requests, on, rules = recording.requests(), recording.machines(), recording.rules()
     base = recording.config(replayed.config)
     configs = {"as it was": base} | {name.strip(): candidate(name.strip(), base) for name in policies.split(",")}
