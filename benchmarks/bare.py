@@ -33,6 +33,7 @@ class BareLoop:
         self._plans = 0
 
     def run(self) -> list[list[int]]:
+        """The output of each job. Raises RuntimeError for one that the engine cannot run."""
         while self._waiting or self._left:
             self._take(self._engine.carry_out(self._plan()))
         return self._outputs
@@ -60,6 +61,8 @@ class BareLoop:
         return Plan(1, self._plans, (), admissions, tuple(most), tuple(most.values()))
 
     def _take(self, result: Result) -> None:
+        if result.faults:
+            raise RuntimeError(f"the engine cannot run sequence {result.faults[0].sequence_id}: {result.faults[0].detail}")
         tokens = iter(result.token_ids)
         cached = result.num_cached or [0] * len(result.sequence_ids)
         for row, number in enumerate(result.sequence_ids):

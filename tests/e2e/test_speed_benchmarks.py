@@ -1,0 +1,76 @@
+"""The benchmarks of the whole service stay runnable: small, on the simulated model. What they measure is not looked at."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from tokenmill_executor.loading import Loader
+from tokenmill_executor.settings import parse_settings
+from tokenmill_executor.simulated_tokenizer import VOCAB_SIZE
+from tokenmill_workloads import prompts
+
+from benchmarks import prediction
+from benchmarks.bare import BareLoop, Job
+from benchmarks.speed import peers
+from benchmarks.speed.measure import measure
+from benchmarks.speed.peers.peer import PeerError, Send
+from benchmarks.speed.table import table
+from benchmarks.speed.workloads import WORKLOADS
+from tests.fakes.calls import foretold
+
+
+def test_the_service_is_measured_beside_the_bare_engine() -> None:
+    chosen = [workload for workload in WORKLOADS if workload.name in ("W4", "W5")]
+    measured = list(measure("simulated", "bf16", chosen, repeat=1, length_scale=0.1))
+    for one in measured:
+        (service,), (bare,) = one.service, one.bare
+        assert service.output_tokens == bare.output_tokens == sum(a.output_tokens for a in one.workload.arrivals(0.1))
+        assert service.cpu_ms.keys() == {"executor", "scheduler", "client"}
+        assert service.tokens_per_s > 0
+    report = table("simulated", 1, 0.1, measured, [peers.PeerMeasured("another", "does not run here: no compiler")])
+    rows = [line for line in report.splitlines() if line.startswith(("| W4", "| W5"))]
+    assert len(rows) == 6  # tokens a second, CPU time, peers
+    assert "- another: does not run here: no compiler" in report
+
+
+def test_the_bare_loop_makes_the_right_tokens_with_and_without_a_prefix_cache() -> None:
+    """Tokens of a prompt that are cached are not planned again, and none is left out."""
+    (shared,) = [workload for workload in WORKLOADS if workload.fixed == "shared-prefix"]
+    arrivals = shared.arrivals(0.5)
+    jobs = [Job(prompt, arrival.output_tokens, 1) for arrival, prompt in zip(arrivals, prompts(arrivals, VOCAB_SIZE), strict=True)]
+    expected = [foretold(job.prompt, job.max_tokens) for job in jobs]
+    for flag in ("--enable-prefix-caching", "--no-enable-prefix-caching"):
+        costs = ["--simulated-step-ms", "0", "--simulated-prefill-token-us", "0", "--simulated-decode-token-us", "0"]
+        engine = Loader(parse_settings(["--model", "simulated", flag, *costs], {})).load()
+        assert BareLoop(engine, jobs, slots=4).run() == expected
+    with pytest.raises(RuntimeError, match="outside the vocabulary"):
+        BareLoop(engine, [Job([VOCAB_SIZE], 1, 1)], slots=4).run()
+
+
+def test_a_peer_that_does_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        name = "missing"
+        how = ""
+
+        def install(self) -> None:
+            raise PeerError("no such package")
+
+        def serving(self, slots: int) -> AbstractContextManager[Send]:
+            raise NotImplementedError
+
+    monkeypatch.setattr(peers, "PEERS", {"missing": lambda folder: Missing()})
+    measured = peers.measure_peer("missing", tmp_path, WORKLOADS, 1, 1.0)
+    assert (measured.how, measured.runs) == ("does not run here: no such package", {})
+
+
+def test_a_prediction_is_laid_beside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "CALIBRATION", (("burst", "0.2"),))
+    options = argparse.Namespace(model="simulated", trace=None, requests=4, repeat=1)
+    costs = ["--simulated-step-ms", "2", "--simulated-prefill-token-us", "10", "--simulated-decode-token-us", "100"]
+    error, found = prediction.compare(options, costs)
+    assert [one.name for one in found] == ["burst", "Poisson, 4 requests"]
+    assert all(one.foretold.output_tokens_per_s > 0 and one.measured.latency > 0 for one in found)
+    assert len(prediction.table("simulated", 1, error, found).splitlines()) == 8
