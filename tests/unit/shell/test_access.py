@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from structlog.testing import capture_logs
 from tokenmill_cli.main import cli
 from tokenmill_scheduler.access import ANONYMOUS, Access, Identity, Role, read_access_list
+from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.tenants import TenantLimits
 from tokenmill_service.flags import SettingsError
 
@@ -131,7 +132,16 @@ def test_the_documents_example_is_right(path: Path) -> None:
     path.write_text(example.replace("…", DIGEST, 1).replace("…", OTHER, 1))
     access = Access(path, DEFAULTS)
     assert access.identify("tm-right") == Identity("search-prod", Role.CLIENT, "search")
-    assert access.limits("search") == TenantLimits(500, 2_000_000)
+    quota = Quota(max_num_seqs=32, max_kv_blocks=4000, max_tokens_per_s=20_000)
+    assert access.limits("search") == TenantLimits(500, 2_000_000, quota, weight=2.0)
+    assert access.weights() == {"search": 2.0}
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "inf", "nan", "true", '"2"'])
+def test_a_weight_is_a_number_above_0(path: Path, weight: str) -> None:
+    path.write_text(f"[tenant.apple]\nweight = {weight}\n")
+    with pytest.raises(SettingsError, match="weight must be a number above 0"):
+        Access(path, DEFAULTS)
 
 
 # ---- tokenmill auth ------------------------------------------------------------------------------------------------------------
