@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+import structlog.testing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_executor.blocks import BlockPool, BlockTable
-from tokenmill_executor.runner import Batch, StepOutput
+from tokenmill_executor.runner import Batch, BlockGroup, StepOutput
 from tokenmill_executor.server import SERVICE_NAME
 
 from tests.fakes.runner import POISON, OracleRunner
@@ -54,6 +55,21 @@ async def test_describe_tells_what_a_scheduler_plans_with(start: Start) -> None:
     assert (description.vocab_size, list(description.eos_token_ids), description.epoch) == (1000, [0], 0)
     await service.scheduler(5)
     assert (await service.stub.Describe(pb.DescribeRequest())).epoch == 5
+
+
+async def test_describe_tells_groups_with_windows_and_that_no_prefix_is_cached_then(start: Start) -> None:
+    runner = OracleRunner(groups=(BlockGroup(), BlockGroup(8, 2)))
+    with structlog.testing.capture_logs() as logs:
+        service = await start(runner, "--num-gpu-blocks-override=32", "--block-size=4")
+    description = await service.stub.Describe(pb.DescribeRequest())
+    assert [(group.sliding_window, group.sinks) for group in description.block_groups] == [(0, 0), (8, 2)]
+    assert (list(description.features), description.cache_version) == ([], "")
+    assert [line["event"] for line in logs].count("prefix_caching_unused") == 1
+    scheduler = await service.scheduler(1)
+    await scheduler.send({1: 40}, [admission(1, [5] * 40, max_tokens=3)])
+    # 41 positions of the first group, and of the other two sinks and the seven before the next token.
+    held = (await scheduler.result()).blocks.held
+    assert held == 10 + 1 + 2
 
 
 async def test_the_tokenizer_comes_in_pieces_below_one_mebibyte_and_matches_its_digest(start: Start) -> None:
