@@ -54,12 +54,10 @@ def replay(app: App, file: Path, policies: str | None, ttft_target: float, itl_t
 
 
 def _replay(file: Path, observer: Observer | None = None) -> Replay:
-    """Raises CommandError for a file that is no journal, or where something is missing."""
-    try:
-        from tokenmill_scheduler.journal.lines import JournalError
-        from tokenmill_scheduler.journal.replay import replay as run_core
-    except ImportError as error:
-        raise CommandError(f"A replay needs {error.name}, which is missing: pip install 'tokenmill[scheduler]'.") from error
+    """Needs the standard library only. Raises CommandError for a file that is no journal."""
+    from tokenmill_scheduler.journal.lines import JournalError
+    from tokenmill_scheduler.journal.replay import replay as run_core
+
     try:
         return run_core(file, observer)
     except OSError as error:
