@@ -25,11 +25,13 @@ NONE, STOP, LENGTH = 0, 1, 2
 
 @dataclass
 class _Sequence:
-    """`launched` tokens are computed once every prepared step is done; `sampling` steps of those sample."""
+    """`launched` tokens are computed once every prepared step is done; `sampling` steps of those sample. `ready` were launched
+    before the step that is being prepared."""
 
     tokens: list[int]
     admission: Admission
     launched: int = 0
+    ready: int = 0
     sampling: int = 0
     steps: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -133,6 +135,8 @@ class ModelExecutor:
         for sequence_id in plan.release:
             self._released.add(sequence_id)
             self._let_go(sequence_id, released=True)
+        for sequence in self._sequences.values():
+            sequence.ready = sequence.launched
         for admission in plan.admit:
             self._admit(admission)
         faults: dict[int, Fault] = {}
@@ -186,7 +190,7 @@ class ModelExecutor:
             return hits
         prompt = admission.num_prompt_tokens
         assert other.tokens[:prompt] == sequence.tokens[:prompt], "a fork of a sequence with another prompt"
-        places = min(prompt, len(sequence.tokens) - 1, other.launched) // self.description.block_size
+        places = min(prompt, len(sequence.tokens) - 1, other.ready) // self.description.block_size
         shared = other.blocks[: places * self.num_groups]
         if len(shared) <= len(hits) or GONE in shared:
             return hits
