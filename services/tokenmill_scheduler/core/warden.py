@@ -36,7 +36,8 @@ class Warden:
 
     def look(self, now_s: float) -> None:
         """Changes the stage when it is time to; the change is an effect."""
-        if now_s - self._looked_s < LOOK_INTERVAL_S:
+        # As `next_look_s` adds it: by the difference, rounding could put the look off for ever.
+        if now_s < self._looked_s + LOOK_INTERVAL_S:
             return
         self._looked_s = now_s
         before = self._controller.stage
