@@ -65,9 +65,10 @@ class Run:
     stages: list[int] = field(default_factory=list)
     outputs: dict[str, Output] = field(default_factory=dict)
     ended: dict[str, RequestInfo] = field(default_factory=dict)
-    # From the last arrival until the last accepted request had ended, and until nothing was held back any more.
+    # When something was last seen held back, and the last request arrived, on one clock; and from then until all had ended.
+    held_back_s: float = 0.0
+    last_s: float = 0.0
     drained_s: float = 0.0
-    normal_s: float = 0.0
 
 
 async def overload(load: Load, processes: Processes, *flags: str, name: str = "scheduler") -> Run:
@@ -79,14 +80,13 @@ async def overload(load: Load, processes: Processes, *flags: str, name: str = "s
         await client.wait_ready()
         watching = asyncio.create_task(_watch(client, run, over))
         await _arrive(client, run, load)
-        last_s = time.monotonic()
+        run.last_s = time.monotonic()
         for request_id in run.accepted:
             run.outputs[request_id] = await client.attach(request_id).result()
             run.ended[request_id] = (await client.get_request(request_id)).info
-        run.drained_s = time.monotonic() - last_s
+        run.drained_s = time.monotonic() - run.last_s
         over.set()
         await watching
-        run.normal_s = time.monotonic() - last_s
     scheduler.stop()
     executor.stop()
     return run
@@ -122,6 +122,7 @@ async def _submit(client: AsyncClient, run: Run, load: Load, request_id: str, la
 async def _watch(client: AsyncClient, run: Run, over: asyncio.Event) -> None:
     while not (over.is_set() and run.stages[-1] == 0):
         run.stages.append((await client.admin.get_load()).overload_stage)
+        run.held_back_s = time.monotonic() if run.stages[-1] else run.held_back_s
         await asyncio.sleep(0.1)
 
 
@@ -132,10 +133,10 @@ def table(load: Load, runs: dict[str, Run], target_s: float, queue_delay_s: floa
     lines = [
         f"# Overload, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"{load.times:g} × the capacity of {load.capacity:g} requests a second for {load.seconds:g} s ({load.slots} sequences, "
-        f"steps of {load.step_ms} ms, {load.tokens} tokens a request; simulated executor), then nothing. Target for the first token of "
-        f"real-time requests {target_s:g} s, mark for the standard lane's wait {queue_delay_s:g} s; policy fcfs, lanes as they are "
-        f"by default. Python {platform.python_version()}, {platform.machine()}, a busy machine.",
+        f"{load.times:g} × the capacity of {load.capacity:g} requests a second for {load.seconds:g} s, then nothing "
+        f"({load.slots} sequences, steps of {load.step_ms} ms, {load.tokens} tokens a request; simulated executor). Target for the "
+        f"first token of real-time requests {target_s:g} s, mark for the standard lane's wait {queue_delay_s:g} s; policy fcfs, "
+        f"lanes as they are by default. Python {platform.python_version()}, {platform.machine()}, a busy machine.",
         "",
         "| controller | lane | arrived | accepted | refused | done | first token p50 / p99 / most, s | end p50 / p99, s |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -169,7 +170,9 @@ def _run_line(name: str, run: Run) -> str:
     delays = [delay_s for _, delay_s in run.refused if delay_s is not None]
     undone = sum(info.state is not RequestState.DONE for info in run.ended.values())
     asked = f"{min(delays):.1f} to {max(delays):.1f}" if delays else "none"
-    return f"| {name} | {max(run.stages)} | {undone} | {asked} | {run.drained_s:.1f} | {run.normal_s:.1f} |"
+    return (
+        f"| {name} | {max(run.stages)} | {undone} | {asked} | {run.drained_s:.1f} | {max(0.0, run.held_back_s - run.last_s):.1f} |"
+    )
 
 
 def _between(start: datetime | None, end: datetime | None) -> float:
