@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill_scheduler.core import invariants
+from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.policy import POLICIES
+from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_simulator.compare import Machines, candidate, run
 from tokenmill_simulator.figures import Target
 from tokenmill_simulator.measures import Measures
-from tokenmill_simulator.requests import SimulatedRequest, mixed
+from tokenmill_simulator.requests import Mix, SimulatedRequest, mixed
 from tokenmill_simulator.simulation import LINK_S, Simulation
 from tokenmill_workloads import Arrival, at_rate, burst
 
@@ -39,7 +41,8 @@ def loads(draw: st.DrawFn) -> list[SimulatedRequest]:
         hash_ids = (draw(st.integers(0, 1)), draw(st.integers(0, 3))) if draw(st.booleans()) else ()
         arrival = Arrival(at_s, draw(st.integers(1, 40)), draw(st.integers(1, 30)), hash_ids, hash_block_tokens=8)
         more = draw(st.sampled_from([None, 30, 60]))
-        requests.append(SimulatedRequest(arrival, max_tokens=more and max(more, arrival.output_tokens)))
+        lane, tenant = draw(st.sampled_from(Lane)), draw(st.sampled_from(["ann", "bob"]))
+        requests.append(SimulatedRequest(arrival, lane=lane, tenant=tenant, max_tokens=more and max(more, arrival.output_tokens)))
     return requests
 
 
@@ -133,6 +136,23 @@ def test_a_request_past_its_deadline_is_not_done() -> None:
     figures = run("fcfs", on.config(), requests, on, Target()).figures
     assert figures.not_done == 1
     assert figures.output_tokens < 402
+
+
+def test_lanes_that_an_overload_pauses_go_on_by_themselves() -> None:
+    """For some seconds more comes than can be done: the batch lane waits for its turn, and all is done in the end."""
+    arrivals = [replace(arrival, at_s=index / 250) for index, arrival in enumerate(burst(500, output_tokens=(20, 60)))]
+    requests = mixed(arrivals, Mix(lanes=(10, 50, 40)))
+    on = small_machines(num_blocks=250, seqs=8)
+    overload = OverloadConfig(ttft_target_s=0.5, queue_delay_s=0.5, hold_s=0.2, recovery_s=0.5)
+    simulation, measures = played(requests, on, replace(on.config(), overload=overload))
+    assert simulation.core.counters.overload_changes > 1
+    assert measures.done.all()
+
+
+def test_a_request_that_no_executor_can_hold_is_not_done() -> None:
+    on = small_machines(num_blocks=8)
+    figures = run("fcfs", on.config(), together((33, 1), (4, 2)), on, Target()).figures
+    assert (figures.not_done, figures.output_tokens) == (1, 2)
 
 
 def test_load_beyond_capacity_queues() -> None:
