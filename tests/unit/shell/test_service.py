@@ -22,6 +22,7 @@ from tokenmill_scheduler.desk import (
     UnknownRequest,
 )
 from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable, RequestQuery
+from tokenmill_scheduler.pacing import Pacer
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.memory_ledger import MemoryLedger
@@ -439,3 +440,26 @@ async def test_reads_come_from_the_ledger(shell: Shell) -> None:
     for read in (shell.service.status, shell.service.output, shell.service.transitions):
         with pytest.raises(UnknownRequest):
             await read("nobody")
+
+
+# ---- when plans leave ------------------------------------------------------------------------------------------------------------
+
+
+class DueIn(Pacer):
+    """Says of every plan that it is due in `wait_s`, however often it is asked."""
+
+    wait_s = 0.0
+
+    def due_s(self, now_s: float) -> float | None:
+        return now_s + self.wait_s if self.plans_out < self.depth else None
+
+
+@pytest.mark.parametrize(("wait_s", "plans"), [(0.0004, 2), (3600.0, 0)])
+async def test_a_plan_due_sooner_than_a_timer_can_tell_leaves_at_once(shell: Shell, wait_s: float, plans: int) -> None:
+    """uvloop ends such a timer at once: the loop would ask again and again until the plan is due."""
+    drive = shell.executor.drive()
+    drive.pacer = pacer = DueIn(2, 0.0)
+    pacer.wait_s = wait_s
+    shell.loop.joined(drive)
+    await shell.submit(request("a", max_tokens=5))
+    assert len(shell.executor.unanswered) == plans
