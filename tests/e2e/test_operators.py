@@ -46,23 +46,28 @@ def info(client: Client, request_id: str) -> RequestInfo:
     return client.admin.get_request(request_id).info
 
 
-def test_a_pause_outlives_the_scheduler_and_says_why(processes: Processes) -> None:
+def test_a_pause_and_a_policy_outlive_the_scheduler_and_say_why(processes: Processes) -> None:
     executor = processes.executor()
     scheduler = processes.scheduler(executor.address)
     with Client(scheduler.address) as client:
         client.wait_ready()
         assert run(scheduler, "queue", "pause", "--reason", "new model") == {"changed": True}
+        assert run(scheduler, "policy", "set", "sjf", "--fair-share", "--reason", "short ones") == {"changed": True}
         client.submit(token_ids=[40, 50], max_tokens=5, seed=1, request_id="a")
         assert info(client, "a").wait_reason == "the queue is paused by anonymous: new model"
+        assert (info(client, "a").wait_code, client.admin.get_load().wait_reasons) == ("paused", {"paused": 1})
     scheduler.kill()
     scheduler = processes.scheduler(executor.address)
     with Client(scheduler.address) as client:
         client.wait_ready()
         status = run(scheduler, "queue", "status")
         assert (status["queue_pause_reason"], status["num_requests_waiting"]) == ("by anonymous: new model", 1)
+        policy = run(scheduler, "policy", "show")
+        assert (policy["policy"], policy["fair_share"], policy["reason"]) == ("sjf", True, "by anonymous: short ones")
         assert run(scheduler, "queue", "resume") == {"changed": True}
         assert client.attach("a").result().token_ids == tuple(foretold([40, 50], 5))
-    assert [action["verb"] for action in run(scheduler, "actions", "list")] == ["resume_queue", "pause_queue"]
+    verbs = [action["verb"] for action in run(scheduler, "actions", "list")]
+    assert verbs == ["resume_queue", "set_policy", "pause_queue"]
 
 
 def test_a_drained_executors_work_goes_on_at_the_other_and_nothing_fails(processes: Processes) -> None:
