@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenmill_scheduler.core.records import (
     Effect,
+    OverloadChanged,
     Plan,
     PlanIssued,
     ResultArrived,
@@ -182,6 +183,8 @@ def _effect(effect: Effect) -> str:
             return _transition(effect)
         case Updated():
             return f"updated {effect.request_id}"
+        case OverloadChanged():
+            return f"overload stage {effect.before} → {effect.after}" + (f": {effect.why}" if effect.why else "")
 
 
 def _transition(effect: Transitioned) -> str:
