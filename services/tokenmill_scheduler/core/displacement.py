@@ -14,9 +14,11 @@ from tokenmill_scheduler.core.lineup import Lineup
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.quotas import QuotaCheck
+from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.sequence import Sequence
+from tokenmill_scheduler.core.warden import Warden
 
 _DISPLACED = "displaced by a request of higher priority"
 
@@ -27,10 +29,11 @@ def last_in_order(executor: ExecutorState, queue: WaitingQueue) -> Sequence | No
 
 
 class Displacement:
-    def __init__(self, roster: Roster, batching: Batching, room: Room) -> None:
+    def __init__(self, roster: Roster, batching: Batching, room: Room, warden: Warden) -> None:
         self._roster = roster
         self._batching = batching
         self._room = room
+        self._warden = warden
 
     def make_way(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> None:
         """Preempts an outranked running sequence for each slot a waiting request lacks, or one a plan for its blocks."""
@@ -42,6 +45,8 @@ class Displacement:
         running, paused = executor.slots_by_lane(), bool(self._roster.paused)
         lineup = Lineup(queue, running, executor.max_num_seqs, now_s, executor.mirror.hit, paused)
         quotas = QuotaCheck(self._roster.quotas, now_s)
+        if self._warden.holds_batch(executor):
+            lineup.skip_lane(Lane.BATCH)
         for live in lineup:
             if not self._room.is_candidate(live, executor):
                 continue

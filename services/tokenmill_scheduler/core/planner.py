@@ -68,7 +68,7 @@ class Planner:
         self._room = room
         self._warden = warden
         self._max_overtakes = max_overtakes
-        self._displacement = Displacement(roster, batching, room)
+        self._displacement = Displacement(roster, batching, room, warden)
 
     def plan(self, executor: ExecutorState, now_s: float) -> Plan | None:
         """The next plan, booked; None when there is nothing to release, admit or advance."""

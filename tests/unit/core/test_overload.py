@@ -157,6 +157,23 @@ def test_stage_2_admits_nobody_of_the_batch_lane_and_lets_it_run_again() -> None
     world.check_idle()
 
 
+def test_what_is_held_back_displaces_nobody() -> None:
+    world = _world(hold_s=3.0)
+    for seed in (1, 2):
+        world.submit(seed, lane=Lane.BATCH, max_tokens=60)
+    world.turn()
+    world.submit(4)
+    while world.core.overload_stage < 1:
+        world.tick(0.1)
+    world.cancel("r4")
+    world.submit(5, lane=Lane.BATCH, priority=9, max_tokens=4)
+    for _ in range(5):
+        world.turn()
+    assert [world.state(f"r{seed}") for seed in (1, 2, 5)] == [State.DECODE, State.DECODE, State.WAITING]
+    world.drain()
+    world.check_idle()
+
+
 def test_stage_1_gives_the_batch_lane_what_is_left_one_batch_after_another() -> None:
     world = _world(hold_s=3.0)
     _overload(world, 1)
