@@ -136,7 +136,7 @@ def _logits(
 ) -> tuple[torch.Tensor, list[list[int]]]:
     """Prompts in two chunks, one of them joined by another's decode, then decodes. → [samples, vocab_size], and what to force."""
     model.allocate(NUM_BLOCKS, BLOCK_SIZE)
-    blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+    blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE, groups=len(model.block_groups))
     tracks = [blocks.track(prompt) for prompt in prompts]
     seen: list[torch.Tensor] = []
     taken: list[list[int]] = []

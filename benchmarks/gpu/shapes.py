@@ -164,7 +164,7 @@ def product_weights(config: ModelConfig) -> int:
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Of one token."""
-    return CacheShape.of(config, dtype, torch.device("cpu")).block_bytes(1)
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _capture(device: torch.device) -> Capture:
@@ -201,8 +201,9 @@ def make_executor(scale: Scale, dtype: torch.dtype, device: torch.device) -> Exe
     config = scale.config
     model = graphed_decoder(config, RandomTensors(config, dtype, device), dtype, device, scale.max_num_seqs)
     length = config.max_model_len
-    description = RunnerDescription("random", config.vocab_size, length, config.eos_token_ids, str(device), str(dtype))
+    groups = model.block_groups
+    description = RunnerDescription("random", config.vocab_size, length, config.eos_token_ids, str(device), str(dtype), groups)
     tokens = max(scale.max_num_seqs * (scale.context + 2 * scale.decode_steps), scale.requests * (scale.context + scale.output))
     runner = TorchRunner(model, description, {}, device, lambda: 0)
-    num_blocks = 2 * -(-max(tokens, scale.prompt) // BLOCK_SIZE)
+    num_blocks = 2 * len(groups) * -(-max(tokens, scale.prompt) // BLOCK_SIZE)
     return Executor(Engine(runner, num_blocks, BLOCK_SIZE, scale.max_num_seqs), model, num_blocks, dtype, device)

@@ -123,7 +123,7 @@ def _decode_times(scale: Scale, engine: Engine, batch: int) -> list[float]:
 @torch.inference_mode()
 def _device_s(scale: Scale, executor: Executor, batch: int) -> float:
     """Of one forward pass, launched well ahead of the device. The engine holds no sequence meanwhile, so any block will do."""
-    blocks = Blocks(executor.num_blocks, BLOCK_SIZE)
+    blocks = Blocks(executor.num_blocks, BLOCK_SIZE, groups=len(executor.model.block_groups))
     tracks = [blocks.track([5] * scale.context) for _ in range(batch)]
     for track in tracks:
         track.computed = scale.context - 1

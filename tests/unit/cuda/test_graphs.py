@@ -53,8 +53,8 @@ class FakeDevice:
 class Pair:
     """The plain decoder on the reference, and the graphed one on Triton, with the same weights."""
 
-    def __init__(self, max_num_seqs: int = 6, family: str = "qwen3") -> None:
-        model = random_model(family, **SIZES)
+    def __init__(self, max_num_seqs: int = 6, family: str = "qwen3", **changes: Any) -> None:
+        model = random_model(family, **SIZES, **changes)
         self.config: ModelConfig = config_from_hf(model.config.to_dict())
         tensors = model.state_dict()
         self.plain = Decoder(self.config, tensors, torch.float32, CPU, MAX_MODEL_LEN)
@@ -65,7 +65,7 @@ class Pair:
         self.allocate()
 
     def allocate(self) -> None:
-        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE)
+        self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE, groups=len(self.plain.block_groups))
         self.plain.allocate(NUM_BLOCKS, BLOCK_SIZE)
         self.graphed.allocate(NUM_BLOCKS, BLOCK_SIZE)
 
@@ -109,6 +109,17 @@ def test_sequences_that_come_and_go_are_decoded_as_without_graphs(family: str) -
     pair.step((third, 1))
     # Of the graphs for 6, 4, 2 and 1 sequences, in the order of their capture; the mixed step has none.
     assert pair.device.log == [1, 2, 1, 3]
+    pair.check_caches()
+
+
+def test_groups_of_layers_have_slots_and_tables_of_their_own_in_a_graph() -> None:
+    """Of Gemma 3, whose kinds of layers turn differently too."""
+    pair = Pair(4, "gemma3_text", sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+    first, second, third = pair.tracks(9, 3, 14)
+    pair.step((first, 9), (second, 3), (third, 14))
+    for _ in range(3):
+        pair.step((third, 1), (first, 1), (second, 1))
+    assert pair.device.log == [0, 0, 0]
     pair.check_caches()
 
 

@@ -99,6 +99,29 @@ def test_rope_as_older_directories_write_it() -> None:
     assert config(rope_theta=5e5, rope_scaling=None).rope.theta == 5e5
 
 
+def test_gemma_3_as_older_directories_write_it() -> None:
+    """As transformers reads the same file."""
+    import transformers
+
+    old = {
+        **{key: value for key, value in HF.items() if key not in ("model_type", "rms_norm_eps")},
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 3e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+    }
+    found, expected = config_from_hf(old), transformers.Gemma3TextConfig(**old)
+    written = config_from_hf(expected.to_dict())
+    assert found == dataclasses.replace(written, eos_token_ids=found.eos_token_ids)
+    assert (found.windows, found.local_layers) == ((9, 9, None, 9), {0, 1, 3})
+    assert found.local_rope is not None
+    assert (found.rope.theta, found.rope.factor, found.local_rope.theta, found.local_rope.type) == (5e5, 8.0, 3e4, "default")
+    assert (found.head_dim, found.attention_scale, found.tie_word_embeddings) == (256, 256**-0.5, True)
+
+
 def test_end_of_sequence_tokens_of_both_files() -> None:
     assert config_from_hf({**HF, "eos_token_id": 7}, {"eos_token_id": [9, 7]}).eos_token_ids == (7, 9)
 
@@ -111,6 +134,7 @@ def test_end_of_sequence_tokens_of_both_files() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "unquantised"),
         ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
         ({"partial_rotary_factor": 0.5}, "only a part of each head"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "Capped logits"),
         ({"num_key_value_heads": 3}, "cannot share 3"),
     ],
 )
