@@ -74,7 +74,7 @@ class Displacement:
             quotas.promise(live.request.tenant, live.gang_size, most_blocks)
             blocks -= need
             budget -= live.known
-            lineup.admitted(live)
+            lineup.admits(live)
 
     def _anybody_outranks(self, executor: ExecutorState, queue: WaitingQueue) -> bool:
         """Whether one that waits could take anything from one that runs: in most steps nobody could."""

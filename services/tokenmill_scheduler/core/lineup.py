@@ -1,4 +1,4 @@
-"""In what order one plan looks at the waiting requests; it is told who was admitted, and counts that on copies of its own.
+"""In what order one plan looks at the waiting requests; it is told who is admitted, and counts that on copies of its own.
 
     lane     one of which nothing runs and that was passed over too often, then those below their guarantee, then as they are
     tenant   where tenants share fairly: whoever's account is the lowest, with all that this plan has admitted charged to it
@@ -51,32 +51,31 @@ class Lineup:
 
     def __iter__(self) -> Iterator[LiveRequest]:
         while self._lanes:
-            if self._last is not None:
-                # It was not admitted: the guarantee is for who can run.
-                self._last.waives = True
             lane = self._last = min(self._lanes, key=_Lane.place)
             live = lane.next()
             if live is None:
                 self._lanes.remove(lane)
-                self._last = None
             else:
                 yield live
 
-    def admitted(self, live: LiveRequest) -> None:
-        """The one given out last."""
+    def admits(self, live: LiveRequest) -> None:
+        """The one given out last, before it leaves the queue."""
         assert self._last is not None
         for lane in self._lanes:
             lane.passed_over += 1
-        self._last.admitted(live)
-        self._last = None
+        self._last.admits(live)
+
+    def passes(self) -> None:
+        """The one given out last does not fit now: its lane's guarantee is for who can run, and no more for this plan."""
+        assert self._last is not None
+        self._last.waives = True
 
     def skip_lane(self, lane: Lane) -> None:
         """Nobody of it any more."""
         self._lanes = [other for other in self._lanes if other.lane is not lane]
-        self._last = None
 
     def skip_tenant(self, tenant: str) -> None:
-        """Nobody of it any more. What else waits in its line is looked at, but not given out."""
+        """Nobody of it any more."""
         self._looks.skipped[tenant] = None
 
 
@@ -130,12 +129,11 @@ class _Lane:
             heappop(self._open)
         return None
 
-    def admitted(self, live: LiveRequest) -> None:
+    def admits(self, live: LiveRequest) -> None:
         self._running += live.gang_size
         self.passed_over = 0
-        self.waives = False
         account, name = self._open[0]
-        self._lines[name].admitted()
+        self._lines[name].admits()
         if self._ordering.fair_share:
             heapreplace(self._open, (self._queue.share.after(account, name, self._ordering.cost(live)), name))
 
@@ -177,7 +175,7 @@ class _Line:
         self._first = None
         return first
 
-    def admitted(self) -> None:
+    def admits(self) -> None:
         """The one given out last."""
         self._turn = 0 if self._last_is_oldest else self._turn + 1
 

@@ -172,10 +172,11 @@ class Planner:
                 lineup.skip_tenant(live.request.tenant)
             elif live.sequence is not None or live.gang_size > slots or self._room.is_short(live, executor):
                 passed.append(live)
+                lineup.passes()
             else:
                 slots -= live.gang_size
+                lineup.admits(live)
                 self._admit_gang(live, executor, draft, now_s)
-                lineup.admitted(live)
                 for head in passed:
                     head.overtaken += 1
                 if live.suspect_until:

@@ -10,7 +10,8 @@ from tokenmill_scheduler.core.lengths import OutputLengths
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.prediction import Prediction
-from tokenmill_scheduler.core.records import PolicyChanged, Updated
+from tokenmill_scheduler.core.quotas import Quota
+from tokenmill_scheduler.core.records import PolicyChanged, QuotasChanged, Updated
 from tokenmill_scheduler.core.request import Lane, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
@@ -224,6 +225,31 @@ def test_a_policy_that_changes_puts_what_waits_in_its_order_and_leaves_what_runs
     world.drain()
     world.check_idle()
     assert _admitted(world) == [1, 4, 5, 2]
+
+
+def test_tenants_that_share_fairly_take_turns_within_one_plan() -> None:
+    world = World(SchedulerConfig(max_num_seqs=6, fair_share=True, weights={"b": 2.0}), description())
+    for seed in range(1, 7):
+        world.submit(seed, tenant="a")
+    for seed in range(7, 13):
+        world.submit(seed, tenant="b")
+    plan = world.turn()
+    assert plan is not None
+    assert [admission.sampling.seed for admission in plan.admit] == [1, 7, 8, 2, 9, 10]
+
+
+def test_a_lane_keeps_its_guarantee_though_the_first_of_it_cannot_run_here() -> None:
+    x, y = description("x", num_blocks=4), description("y", num_blocks=32)
+    world = World(SchedulerConfig(max_num_seqs=3), x, y)
+    world.handle(QuotasChanged(Quota(), {"poor": Quota(max_num_seqs=0)}))
+    world.submit(1, prompt=40, lane=Lane.BATCH)
+    world.submit(2, lane=Lane.BATCH, tenant="poor")
+    world.submit(4, prompt=2, max_tokens=1, lane=Lane.BATCH)
+    for seed in (5, 7, 8):
+        world.submit(seed, prompt=2, max_tokens=1, lane=Lane.REAL_TIME)
+    plan = world.plan("x")
+    assert plan is not None
+    assert 4 in [admission.sampling.seed for admission in plan.admit]
 
 
 def test_sjf_judges_tenants_that_set_max_tokens_carelessly_by_the_outputs_they_made() -> None:
