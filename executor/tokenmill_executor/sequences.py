@@ -28,8 +28,8 @@ class Limits:
 class Sequence:
     """`token_ids` are all known tokens; K and V of the first `computed` of them are in the cache, in the blocks of `table`.
 
-    `digests` are those of its first full blocks, as many as were wanted so far, chained to the prefix cache's `root`. `fork_of` names
-    a sequence that has the same prompt; 0: none.
+    `digests` are those of its first full blocks, as many as were wanted so far, chained to the prefix cache's `root`. `fork_of`
+    names a sequence that has the same prompt; 0: none.
     """
 
     __slots__ = ("_end_len", "_stops", "computed", "digests", "fork_of", "root", "sampling", "sequence_id", "table", "token_ids")
