@@ -21,6 +21,8 @@ from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.journal.codec import CodecError, decode, decode_fields, encode, encode_fields
 
 VERSION = 1
+# What the core answered an event with: effects, or an exception, which ends the service.
+Outcome = Sequence[Effect] | Exception
 
 
 class JournalError(ValueError):
@@ -63,14 +65,20 @@ def header(config: SchedulerConfig) -> str:
     return dump({"journal": VERSION, "config": encode_fields(config)})
 
 
-def entry(number: int, at_s: float, event: Event, effects: Sequence[Effect]) -> str:
-    led_to = [outline(effect) for effect in effects]
-    return dump({"n": number, "at": at_s, "event": encode(event), "led_to": led_to, "digest": digest(effects)})
+def entry(number: int, at_s: float, event: Event, outcome: Outcome) -> str:
+    led_to, digest = told(outcome)
+    return dump({"n": number, "at": at_s, "event": encode(event), "led_to": led_to, "digest": digest})
 
 
-def digest(effects: Sequence[Effect]) -> str:
-    """Of every byte of what the core decided."""
-    text = "\n".join([dump(encode(effect)) for effect in effects])
+def told(outcome: Outcome) -> tuple[tuple[str, ...], str]:
+    """Its outline, and a digest of every byte of it."""
+    if isinstance(outcome, Exception):
+        text = f"raised {outcome!r}"
+        return (text,), _digest(text)
+    return tuple([outline(effect) for effect in outcome]), _digest("\n".join([dump(encode(effect)) for effect in outcome]))
+
+
+def _digest(text: str) -> str:
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenmill_scheduler.core.counters import Counters
 from tokenmill_scheduler.core.records import Effect, Event, PlanIssued
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
-from tokenmill_scheduler.journal.lines import Entry, Full, JournalError, Missing, digest, outline, parse, parse_header
+from tokenmill_scheduler.journal.lines import Entry, Full, JournalError, Missing, parse, parse_header, told
 
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 16
@@ -61,14 +61,25 @@ def replay(path: Path, observer: Observer | None = None) -> Replay:
             return Replay(config, core.counters, events, plans, missing=line.count)
         if isinstance(line, Full):
             return Replay(config, core.counters, events, plans, full=True)
-        effects = core.handle(line.event, line.at_s)
+        outcome = _handled(core, line)
         events += 1
-        plans += sum(isinstance(effect, PlanIssued) for effect in effects)
-        if (got := digest(effects)) != line.digest:
-            return Replay(config, core.counters, events, plans, Difference(line, tuple(map(outline, effects)), got))
+        got, got_digest = told(outcome)
+        if got_digest != line.digest:
+            return Replay(config, core.counters, events, plans, Difference(line, got, got_digest))
+        if isinstance(outcome, Exception):
+            break
+        plans += sum(isinstance(effect, PlanIssued) for effect in outcome)
         if observer is not None:
-            observer(core, line.at_s, line.event, effects)
+            observer(core, line.at_s, line.event, outcome)
     return Replay(config, core.counters, events, plans)
+
+
+def _handled(core: Scheduler, entry: Entry) -> list[Effect] | Exception:
+    """A core that raises ends: so it did then, or it is a difference."""
+    try:
+        return core.handle(entry.event, entry.at_s)
+    except Exception as error:
+        return error
 
 
 def _lines(path: Path) -> Iterator[bytes]:

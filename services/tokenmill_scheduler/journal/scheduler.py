@@ -6,10 +6,11 @@ from typing import Protocol
 
 from tokenmill_scheduler.core.records import Effect, Event
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
+from tokenmill_scheduler.journal.lines import Outcome
 
 
 class Journal(Protocol):
-    def happened(self, now_s: float, event: Event, effects: list[Effect]) -> None:
+    def happened(self, now_s: float, event: Event, outcome: Outcome) -> None:
         """Returns at once."""
 
 
@@ -19,6 +20,11 @@ class JournaledScheduler(Scheduler):
         self._journal = journal
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        effects = super().handle(event, now_s)
+        try:
+            effects = super().handle(event, now_s)
+        except Exception as error:
+            # The last entry, and the one that is looked for.
+            self._journal.happened(now_s, event, error)
+            raise
         self._journal.happened(now_s, event, effects)
         return effects

@@ -11,14 +11,13 @@ import gzip
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import structlog
 
-from tokenmill_scheduler.core.records import Effect, Event
+from tokenmill_scheduler.core.records import Event
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.journal import lines
 
@@ -26,7 +25,7 @@ MAX_BUFFERED = 4096
 # The thread looks this often, so that the loop never has to wake it.
 INTERVAL_S = 0.1
 
-_Happened = tuple[int, float, Event, Sequence[Effect]]
+_Happened = tuple[int, float, Event, lines.Outcome]
 
 
 class JournalWriter:
@@ -49,7 +48,7 @@ class JournalWriter:
         self._thread = threading.Thread(target=self._run, name="plan-journal", daemon=True)
         self._thread.start()
 
-    def happened(self, now_s: float, event: Event, effects: Sequence[Effect]) -> None:
+    def happened(self, now_s: float, event: Event, outcome: lines.Outcome) -> None:
         """Returns at once. The records are not to change afterwards; they are frozen."""
         if self._over:
             return
@@ -62,7 +61,7 @@ class JournalWriter:
         if self._missing:
             self._buffer.append(self._missing)
             self._missing = 0
-        self._buffer.append((self._number, now_s, event, effects))
+        self._buffer.append((self._number, now_s, event, outcome))
 
     def close(self) -> None:
         """Returns once all that was taken is written."""
@@ -78,8 +77,11 @@ class JournalWriter:
             self._drain()
             if self._missing:
                 self._write(lines.dump({"missing": self._missing}))
-        except OSError as error:
-            self._log.error("the plan journal cannot be written any more", error=str(error))
+        except Exception as error:
+            # Whatever it is, the service goes on.
+            self._log.error(
+                "the plan journal cannot be written any more", error=str(error), exc_info=not isinstance(error, OSError)
+            )
         finally:
             self._end()
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from tokenmill_scheduler.core.policy import Fcfs
 from tokenmill_scheduler.core.records import Cancelled, QueuePaused, Tick
-from tokenmill_scheduler.core.scheduler import SchedulerConfig
+from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.journal import writer as writer_module
 from tokenmill_scheduler.journal.lines import JournalError
 from tokenmill_scheduler.journal.replay import replay
+from tokenmill_scheduler.journal.scheduler import JournaledScheduler
 from tokenmill_scheduler.journal.writer import JournalWriter
 
 from tests.unit.journal.journals import MAX_BYTES, write_journal
@@ -81,6 +82,28 @@ def test_a_difference_in_tokens_alone_is_in_the_digest(tmp_path: Path) -> None:
     assert difference is not None
     assert difference.entry.led_to == difference.got
     assert difference.entry.digest != difference.got_digest
+
+
+def test_what_the_core_raised_is_the_last_entry_and_raised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an event that finds a bug: the service ends, and the replay stands where it did."""
+    path = tmp_path / "journal"
+    writer = JournalWriter(path, SchedulerConfig(), MAX_BYTES)
+    core = JournaledScheduler(SchedulerConfig(), writer)
+    core.handle(Tick(), 1.0)
+    with monkeypatch.context() as bug:
+        bug.setattr(Scheduler, "_cancelled", _bug)
+        with pytest.raises(ZeroDivisionError):
+            core.handle(Cancelled("r", "a test"), 2.0)
+        writer.close()
+        assert objects(path)[-1]["led_to"] == ["raised ZeroDivisionError('a bug')"]
+        assert (replay(path).difference, replay(path).events) == (None, 2)
+    difference = replay(path).difference
+    assert difference is not None
+    assert (difference.entry.number, difference.got) == (2, ())
+
+
+def _bug(*arguments: object) -> None:
+    raise ZeroDivisionError("a bug")
 
 
 def test_an_observer_sees_every_event(tmp_path: Path) -> None:
