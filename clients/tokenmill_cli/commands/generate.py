@@ -26,9 +26,9 @@ from tokenmill_cli.sampling import chosen, request_options
 @server_options
 @pass_app
 def generate(app: App, prompt: str | None, chat: bool, system: str | None, token_ids: bool, **options: Any) -> None:
-    """Generate text and print it as it comes; several choices (-n) when all are there.
+    """Generate text and print it as it comes.
 
-    From PROMPT, or from standard input.
+    From PROMPT, or from standard input. Several choices (-n) are printed when all are there.
     """
     if token_ids and (chat or system):
         raise click.UsageError("--token-ids is a prompt of its own kind: leave out --chat and --system.")
