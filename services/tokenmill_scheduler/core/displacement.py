@@ -86,13 +86,11 @@ class Displacement:
             return True
         if not queue.ordering.policy.displaces or queue.ordering.fair_share:
             return False
+        # In every step, for every sequence: the policy alone first, which mostly says no.
+        outranks, displaces = queue.ordering.policy.outranks, queue.ordering.displaces
+        running = [sequence.live for sequence in executor.running.values() if sequence.live is not None]
         heads = [next(queue.lanes[lane].heads()) for lane in lanes]
-        return any(
-            queue.ordering.displaces(head, s.live)
-            for head in heads
-            for s in executor.running.values()
-            if s.live and not s.exhausted
-        )
+        return any(outranks(head, live) and displaces(head, live) for head in heads for live in running)
 
     def _displace(self, victims: list[Sequence], now_s: float) -> None:
         for victim in victims:

@@ -80,10 +80,10 @@ class ExecutorState:
 
     def slots_by_lane(self) -> dict[Lane, int]:
         """Of the slots taken, those of each lane."""
-        taken = dict.fromkeys(Lane, 0)
-        for sequence in self.running.values():
-            if sequence.live is not None and not sequence.exhausted:
-                taken[sequence.live.request.lane] += 1
+        taken = self.running_by_lane.copy()
+        for sequence in [s for s in self.running.values() if s.planned_known >= s.limit]:
+            assert sequence.live is not None
+            taken[sequence.live.request.lane] -= 1
         return taken
 
     @property
