@@ -171,6 +171,26 @@ def test_sinks_stay_visible_past_a_window() -> None:
         assert error < 5e-3 if same else error > 5e-2, (end, error)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+def test_what_a_window_has_left_behind_is_never_read(kv_cache_dtype: str) -> None:
+    """To the bit as with all blocks there, though block 0, which then stands in their places, holds no number."""
+    config = small_config(windows=(None, 20), sinks=5)
+    tensors = random_tensors(config)
+    whole, slid = (cpu_model(config, tensors, kv_cache_dtype=kv_cache_dtype) for _ in range(2))
+    tokens = random_tokens(config, 300, 7)
+    table = [block for block in scattered_tables(1, 2500)[0] if block][:19]
+    window = slid.block_groups[1]
+    assert slid._cache is not None
+    slid._cache._bytes.view(-1, slid._layer_block_bytes())[::NUM_BLOCKS] = 0xFF
+    computed = 0
+    for end in (1, 30, 47, 48, 49, 150, 151, 299, 300):
+        batches = [make_batch([(tokens[:end], end - computed, table)], 2) for _ in range(2)]
+        first = window.first_needed(computed, 16)
+        batches[1].block_tables[1, 0, window.sink_blocks(16) : max(first, window.sink_blocks(16))] = 0
+        assert torch.equal(slid.forward(batches[1]), whole.forward(batches[0])), end
+        computed = end
+
+
 def test_only_rows_that_sample_have_logits() -> None:
     config = small_config()
     model = cpu_model(config, random_tensors(config))
