@@ -139,5 +139,5 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def _ints(values: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _ints(values: list[int] | list[list[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(values, np.int32)

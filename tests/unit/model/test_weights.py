@@ -116,7 +116,7 @@ def test_gemma_3_as_older_directories_write_it() -> None:
     found, expected = config_from_hf(old), transformers.Gemma3TextConfig(**old)
     written = config_from_hf(expected.to_dict())
     assert found == dataclasses.replace(written, eos_token_ids=found.eos_token_ids)
-    assert (found.windows, found.local_layers) == ((9, 9, None, 9), {0, 1, 3})
+    assert (found.windows, found.local_layers) == ((9, 9, None, 9), frozenset({0, 1, 3}))
     assert found.local_rope is not None
     assert (found.rope.theta, found.rope.factor, found.local_rope.theta, found.local_rope.type) == (5e5, 8.0, 3e4, "default")
     assert (found.head_dim, found.attention_scale, found.tie_word_embeddings) == (256, 256**-0.5, True)
