@@ -102,6 +102,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         max_waiting_time_s=values["max_waiting_time"],
         watermark=values["watermark"],
         max_executor_losses=values["max_executor_losses"],
+        max_no_blocks=values["max_no_blocks"],
         admission=values["admission"],
         overload=_overload(values),
     )
@@ -395,6 +396,11 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "type": _at_least_two,
             "default": 2,
             "help": "a request fails when so many executors were lost while they ran it, alone under suspicion after the first",
+        },
+        "--max-no-blocks": {
+            "type": count,
+            "default": 16,
+            "help": "a request fails when executors have so often in a row had no KV block for it though they had reported enough",
         },
         "--idle-client-timeout": {
             "type": seconds,

@@ -41,6 +41,7 @@ class LiveRequest:
     (see `quarantine.py`). `lost_with` names the executors lost with it while it was under suspicion, each with its epoch.
     `gang` has, while they wait, the choices of one request that are to be admitted together, itself among them: the first of them
     stands in the queue for all. `cached_tokens` is to be told with its next move.
+    `no_blocks` counts the answers NO_BLOCKS for it in a row while it knew `no_blocks_known` tokens.
     `aged`: it was admitted for its age. `paid` tokens, prompt and output, were charged to its tenant's account (see `ordering.py`).
     """
 
@@ -56,6 +57,8 @@ class LiveRequest:
     hashes: dict[tuple[str, int], BlockHashes] = field(default_factory=dict)
     gang: list[LiveRequest] | None = None
     cached_tokens: int | None = None
+    no_blocks: int = 0
+    no_blocks_known: int = 0
     aged: bool = False
     paid: int = 0
 
@@ -93,6 +96,12 @@ class LiveRequest:
         if request.queue_deadline_s is None or self.state is not State.WAITING:
             return request.deadline_s
         return request.queue_deadline_s if request.deadline_s is None else min(request.deadline_s, request.queue_deadline_s)
+
+    def count_no_blocks(self) -> int:
+        """One more answer NO_BLOCKS for it; how many there were without a token between."""
+        self.no_blocks = self.no_blocks + 1 if self.no_blocks_known == self.known else 1
+        self.no_blocks_known = self.known
+        return self.no_blocks
 
     def update(self, priority: int | None, deadline_s: float | None) -> None:
         """None leaves a value as it is."""

@@ -24,8 +24,13 @@ _LENGTH = Ending(State.DONE, FinishReason.LENGTH)
 _NO_BLOCKS = "the executor had no free KV block"
 
 
-def apply_result(roster: Roster, executor: ExecutorState, result: Result, text_stops: Mapping[int, TextStop], now_s: float) -> None:
-    """Applies the answer to the oldest plan out; anything else is stale: dropped and counted."""
+def apply_result(
+    roster: Roster, executor: ExecutorState, result: Result, text_stops: Mapping[int, TextStop], max_no_blocks: int, now_s: float
+) -> None:
+    """Applies the answer to the oldest plan out; anything else is stale: dropped and counted.
+
+    A request fails at the `max_no_blocks`th answer NO_BLOCKS in a row.
+    """
     if not _answers_oldest(executor, result):
         roster.counters.stale_results += 1
         return
@@ -35,7 +40,7 @@ def apply_result(roster: Roster, executor: ExecutorState, result: Result, text_s
     executor.forecast.available = result.blocks.available
     if result.dropped or result.stored:
         executor.mirror.apply(result.dropped, result.stored)
-    _Reading(roster, executor, _in_plan_order(out, result), text_stops, now_s).read(out)
+    _Reading(roster, executor, _in_plan_order(out, result), text_stops, max_no_blocks, now_s).read(out)
     quarantine.acquit(executor)
     for sequence_id in executor.settle_leaving(out.plan.release):
         roster.quotas.freed(sequence_id, now_s)
@@ -71,12 +76,19 @@ class _Reading:
     """One result being read: columns of the TokensGenerated to come, and what has to change once it is told."""
 
     def __init__(
-        self, roster: Roster, executor: ExecutorState, result: Result, text_stops: Mapping[int, TextStop], now_s: float
+        self,
+        roster: Roster,
+        executor: ExecutorState,
+        result: Result,
+        text_stops: Mapping[int, TextStop],
+        max_no_blocks: int,
+        now_s: float,
     ) -> None:
         self._roster = roster
         self._executor = executor
         self._result = result
         self._text_stops = text_stops
+        self._max_no_blocks = max_no_blocks
         self._now_s = now_s
         self._request_ids: list[str] = []
         self._first_indexes: list[int] = []
@@ -174,7 +186,17 @@ class _Reading:
         else:
             self._roster.counters.no_blocks += 1
             if live.state in RUNNING:
-                self._roster.preempt(change.sequence, self._now_s, Preemption.NO_BLOCKS, _NO_BLOCKS)
+                self._try_again(change)
+
+    def _try_again(self, change: _Change) -> None:
+        """After NO_BLOCKS; but where the forecast is always wrong, trying brings nothing."""
+        refusals = change.live.count_no_blocks()
+        if refusals < self._max_no_blocks:
+            self._roster.preempt(change.sequence, self._now_s, Preemption.NO_BLOCKS, _NO_BLOCKS)
+        else:
+            error = f"{_NO_BLOCKS}, {refusals} times in a row, though it had reported enough; it is not tried again"
+            ending = Ending(State.FAILED, FinishReason.ERROR, "no blocks", error, RESOURCE_EXHAUSTED)
+            self._roster.end(change.live, ending, self._now_s)
 
 
 def _ending(finish: int, fault: Fault | None, stop: TextStop | None) -> Ending | None:

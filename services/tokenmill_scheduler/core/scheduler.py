@@ -74,6 +74,8 @@ class SchedulerConfig:
     ageing_turn: int = AGEING_TURN
     # how many executors a request may cost, tried alone after the first, before it fails; at least 2
     max_executor_losses: int = 2
+    # how often in a row, with no token between, executors may have no block for a request that they had reported blocks for
+    max_no_blocks: int = 16
     # under `priority`, how long the order is strict before a request ages
     max_priority_wait_s: float = MAX_PRIORITY_WAIT_S
     # slots that each lane is guaranteed, in per cent, in the order of `Lane`
@@ -231,7 +233,7 @@ class Scheduler:
         if executor is None:
             self._roster.counters.stale_results += 1
             return
-        apply_result(self._roster, executor, event.result, event.text_stops, now_s)
+        apply_result(self._roster, executor, event.result, event.text_stops, self.config.max_no_blocks, now_s)
 
     def _plan_due(self, event: PlanDue, now_s: float) -> None:
         self._expire(now_s)

@@ -53,7 +53,6 @@ class WaitReason:
 
 
 _RELEASED = WaitReason(WaitCode.BEING_RELEASED, "its blocks are being released")
-_LARGER = WaitReason(WaitCode.NEEDS_LARGER_EXECUTOR, "it needs a larger executor")
 _SUSPECT = WaitReason(WaitCode.SUSPECT, "an executor was lost while it ran: such requests are tried one at a time")
 _ON_TRIAL = WaitReason(WaitCode.ON_TRIAL, "a request that may have killed an executor is tried alone")
 _NO_SLOT = WaitReason(WaitCode.NO_SLOT, "all slots are taken")
@@ -106,10 +105,17 @@ class WaitReasons:
             return WaitReason(WaitCode.PAUSED, f"the queue is paused {self._roster.paused}")
         able = [(executor, closed) for executor, closed in joined if self._room.can_hold(executor, live)]
         if not able:
-            return _LARGER
+            return self._needs_larger(live)
         if live.suspect_until:
             return _SUSPECT
         return self._held_back(live, able) or self._crowded_out(live, able, queue)
+
+    def _needs_larger(self, live: LiveRequest) -> WaitReason:
+        """It waits because there was one, which may be back; else it would have failed."""
+        executors, model = self._roster.executors.values(), live.request.model
+        lost = [e.name for e in executors if not e.joined and e.description.model == model and self._room.can_hold(e, live)]
+        words = f"it needs a larger executor: {' or '.join(lost)}, which is lost" if lost else "it needs a larger executor"
+        return WaitReason(WaitCode.NEEDS_LARGER_EXECUTOR, words)
 
     def _held_back(self, live: LiveRequest, able: Sequence[tuple[ExecutorState, WaitReason | None]]) -> WaitReason | None:
         """By a quota or because there is too much work, whatever room there is."""

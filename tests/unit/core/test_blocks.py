@@ -193,6 +193,41 @@ def test_no_blocks_preempts_that_sequence_alone_and_is_counted() -> None:
     assert all(world.output(r) == world.expected(r) for r in world.records)
 
 
+def test_a_request_that_an_executor_never_has_blocks_for_fails_alone_with_its_tokens() -> None:
+    world = World(SchedulerConfig(max_no_blocks=3), description())
+    world.submit(1)
+    world.submit(2)
+    world.turn()
+    for _ in range(20):
+        world.executors["x"].inject[1] = SequenceFault.NO_BLOCKS
+        world.turn()
+    world.executors["x"].inject.clear()
+    world.drain()
+    world.check_idle()
+    ended = world.records["r1"].ended
+    assert ended is not None
+    assert (ended.after, ended.error_code) == (State.FAILED, 8)
+    assert ended.error.startswith("the executor had no free KV block, 3 times in a row")
+    assert world.core.counters.no_blocks == 3
+    assert world.output("r1") == world.expected("r1")[:1]
+    assert world.state("r2") is State.DONE
+
+
+def test_a_token_between_begins_the_count_of_no_blocks_anew() -> None:
+    world = World(SchedulerConfig(max_no_blocks=3), description())
+    world.submit(1, max_tokens=9)
+    world.turn()
+    while world.unfinished:
+        for _ in range(2):
+            world.executors["x"].inject[1] = SequenceFault.NO_BLOCKS
+            world.turn()
+        world.turn()
+    assert world.core.counters.no_blocks > 3
+    assert world.output("r1") == world.expected("r1")
+    world.drain()
+    world.check_idle()
+
+
 def test_too_long_fails_that_request_and_keeps_its_tokens() -> None:
     world = World(None, description())
     world.submit(1)

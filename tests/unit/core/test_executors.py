@@ -160,7 +160,7 @@ def test_a_request_too_long_for_one_executor_waits_for_the_larger_and_holds_up_n
     world.submit(2)
     world.turn("x")
     assert world.state("r2") is State.DECODE
-    assert world.core.wait_reason("r1") == "it needs a larger executor"
+    assert world.core.wait_reason("r1") == "it needs a larger executor: y, which is lost"
     world.rejoin("y")
     world.drain()
     world.check_idle()
