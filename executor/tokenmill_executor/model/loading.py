@@ -71,6 +71,8 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
     if device.type == "cpu" and dtype == torch.bfloat16:
         kernels = choose_kernels(checkpoint.config, checkpoint.tensors, _cpu_choice(settings, max_model_len))
         if kernels is not None:
+            # Sampling is all that is left to torch, whose idle threads would spin on the cores that the kernels' own threads want.
+            torch.set_num_threads(1)
             return kernels
     if device.type == "cuda":
         return cuda_model(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, settings.max_num_seqs)
