@@ -32,7 +32,7 @@ class Sampler:
         """[rows, vocab_size] float32, a row for each of `samples`. Does not change `logits`. Times are left 0."""
         if not samples:
             return StepOutput([])
-        maxima, tokens = logits.max(dim=-1)
+        maxima, tokens = _largest(logits)
         special = [row for row, sample in enumerate(samples) if not _is_plain(sample)]
         logprobs: dict[int, SampledLogprobs] = {}
         if special:
@@ -40,7 +40,7 @@ class Sampler:
             chosen = [samples[row] for row in special]
             edited = logits.index_select(0, rows)
             edit_logits(edited, chosen, self._eos_token_ids)
-            maxima[rows], tokens[rows] = edited.max(dim=-1)
+            maxima[rows], tokens[rows] = _largest(edited)
             tokens[rows] = _draw_random(edited, maxima[rows], tokens[rows], chosen)
             logprobs = {special[index]: found for index, found in _logprobs(edited, tokens[rows], chosen).items()}
         # One read for both: each waits for the device. Token ids are exact in float64.
@@ -48,6 +48,15 @@ class Sampler:
         errors = {row: NOT_A_NUMBER for row, value in enumerate(largest) if not math.isfinite(value)}
         found = {row: value for row, value in logprobs.items() if row not in errors}
         return StepOutput([int(token) for token in chosen_tokens], logprobs=found, errors=errors)
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value, not a number if there is one, and its first place. On a CPU numpy looks ten times faster than torch."""
+    if logits.device.type != "cpu":
+        maxima, tokens = logits.max(dim=-1)
+        return maxima, tokens
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.gather(1, tokens[:, None]).squeeze(1), tokens
 
 
 def _is_plain(sample: SamplingInput) -> bool:
