@@ -13,9 +13,9 @@ from functools import partial
 import structlog
 from tokenmill_service.tls import ClientTls
 
-from tokenmill_scheduler.core.records import Result
+from tokenmill_scheduler.core.records import ExecutorsAwaited, Result
 from tokenmill_scheduler.drive import Drive
-from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable
+from tokenmill_scheduler.ledger.port import ExecutorTaken, Lease, Ledger, LedgerUnavailable
 from tokenmill_scheduler.link import ExecutorLink, Refused
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
@@ -48,6 +48,8 @@ class Executors:
         self._changed = changed
         self._claims: dict[str, ExecutorLink] = {}
         self._drives: dict[ExecutorLink, Drive] = {}
+        # Addresses of executors that have neither been driven here nor found to be another scheduler's.
+        self._awaited: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._lease: Lease
         self._log = structlog.get_logger(__name__)
@@ -55,11 +57,17 @@ class Executors:
     def start(self, lease: Lease) -> None:
         """Drives them under this lease."""
         self._lease = lease
+        self._await([link.address for link in self.links])
         for link in self.links:
             self._run(link)
 
     def inherit(self, addresses: Sequence[str]) -> None:
-        """Drives the executors of a fallen scheduler too, until one that was told of them is there."""
+        """Drives the executors of a fallen scheduler too, until one that was told of them is there.
+
+        To be called before its requests are taken up: those that only these can hold are to wait for them.
+        """
+        driven = [link.address for link in self._drives]
+        self._await([*self._awaited, *[address for address in addresses if address not in driven]])
         by_address = {link.address: link for link in self.links}
         for address in addresses:
             if address in by_address:
@@ -73,6 +81,15 @@ class Executors:
         task = asyncio.create_task(link.run())
         task.add_done_callback(partial(self._link_ended, link))
         self._tasks.append(task)
+
+    def _await(self, addresses: Sequence[str]) -> None:
+        self._awaited = list(dict.fromkeys(addresses))
+        self._loop.handle(ExecutorsAwaited(tuple(self._awaited)))
+
+    def _met(self, link: ExecutorLink) -> None:
+        """What this executor can hold is known, or nobody's business here."""
+        if link.address in self._awaited:
+            self._await([address for address in self._awaited if address != link.address])
 
     async def leave(self, timeout_s: float) -> None:
         """Says goodbye to every executor, and ends the links that take longer than this."""
@@ -105,7 +122,11 @@ class Executors:
 
     async def next_epoch(self, link: ExecutorLink, name: str, at_least: int) -> int:
         claim = partial(self._ledger.claim_executor, inherited=link.inherited, at_least=at_least)
-        return await asyncio.to_thread(claim, self._lease, name, link.address)
+        try:
+            return await asyncio.to_thread(claim, self._lease, name, link.address)
+        except ExecutorTaken:
+            self._met(link)
+            raise
 
     def knows_tokenizer(self, digest: str) -> bool:
         return self._models.knows_tokenizer(digest)
@@ -131,6 +152,7 @@ class Executors:
         )
         self._models.joined(facts)
         self._loop.joined(drive)
+        self._met(link)
         self._changed()
 
     def answered(self, link: ExecutorLink, result: Result) -> None:
@@ -158,5 +180,6 @@ class Executors:
     def _link_ended(self, link: ExecutorLink, task: asyncio.Task[None]) -> None:
         self.links.remove(link)
         self._tasks.remove(task)
+        self._met(link)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._loop.fail(error)

@@ -204,8 +204,8 @@ class SchedulerServer:
     def _inherit(self, estate: Estate) -> None:
         # One that stops leaves it to the next, with its own.
         if not self._stopping and not self.loop.failure.done():
-            take_up(self.loop, estate.requests, self.service.followers.hand_over)
             self.executors.inherit([address for _, address in estate.executors])
+            take_up(self.loop, estate.requests, self.service.followers.hand_over)
 
     async def _give_up_lease(self) -> None:
         """Whoever is there may take over at once."""

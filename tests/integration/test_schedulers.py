@@ -105,6 +105,19 @@ async def test_c74_a_killed_schedulers_executors_and_requests_are_taken_over(mil
             assert (await stream.read(call)).tokens == foretold([60 + at], TOKENS)  # type: ignore[arg-type]
 
 
+async def test_a_request_that_only_the_fallen_schedulers_executor_can_hold_waits_for_it(mill: Mill) -> None:
+    large = mill.processes.executor(*STEPS, "--kv-cache-memory-bytes", "128MiB", name="x1")
+    small = mill.processes.executor(*STEPS, "--kv-cache-memory-bytes", "16MiB", name="x2")
+    first, second = mill.scheduler(1, large, flags=SHORT), mill.scheduler(2, small, flags=SHORT)
+    await asyncio.gather(wait_serving(first.address), wait_serving(second.address))
+    prompt = [60] * 300
+    async with Caller(first.address) as one, Caller(second.address) as other:
+        stream = await Stream().read(one.generate(spec(prompt, TOKENS, "long", detached=True)), until_tokens=2)
+        first.kill()
+        await stream.read(other.attach("long", len(stream.tokens)))
+    assert stream.tokens == foretold(prompt, TOKENS)
+
+
 async def test_a_client_that_knows_both_addresses_goes_on_at_the_other(mill: Mill) -> None:
     first, second = await mill.two(SHORT)
     async with AsyncClient(f"{first.address},{second.address}") as client:

@@ -242,6 +242,13 @@ class ExecutorLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorsAwaited:
+    """Of the executors to be driven, the addresses of those that have not been here yet: what they can hold is not known."""
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class QueuePaused:
     """No waiting request is admitted until QueueResumed; those that have run go on. `why` is shown to those who wait."""
 
@@ -311,6 +318,7 @@ Event = (
     | ExecutorLost
     | ExecutorDrained
     | ExecutorUndrained
+    | ExecutorsAwaited
     | QueuePaused
     | QueueResumed
     | QuotasChanged

@@ -22,9 +22,16 @@ class Room:
         self._watermark = watermark
 
     def can_be_held(self, live: LiveRequest) -> bool:
-        """Whether any executor of its model, lost ones among them, can hold it alone, with the choices that wait with it."""
+        """Whether any executor of its model can hold it alone, with the choices that wait with it.
+
+        Lost ones among them, which may be back; one that has not been here yet may be large enough, for all that is known.
+        """
+        return bool(self._roster.awaited or self.holders(live))
+
+    def holders(self, live: LiveRequest) -> list[ExecutorState]:
+        """The executors of its model, lost ones among them, that can hold it, with the choices that wait with it."""
         model = live.request.model
-        return any(_can_hold(e, live) for e in self._roster.executors.values() if e.description.model == model)
+        return [e for e in self._roster.executors.values() if e.description.model == model and _can_hold(e, live)]
 
     def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
         """Of a prompt of so many tokens, the most that can ever run at once; None while no executor of the model is known."""

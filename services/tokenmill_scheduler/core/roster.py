@@ -23,6 +23,7 @@ from tokenmill_scheduler.core.sequence import Sequence
 class Roster:
     """`effects` gathers what the event being handled has led to, in order.
 
+    `awaited` has the addresses of executors that are to come, of which nobody knows yet what they can hold.
     `paused` says why the queue is, empty when it is not; `drained` says why for each executor that is, also one that is not there.
     """
 
@@ -40,6 +41,7 @@ class Roster:
         self.effects: list[Effect] = []
         # Of the event being handled.
         self.now_s = 0.0
+        self.awaited: tuple[str, ...] = ()
         self.paused = ""
         self.drained: dict[str, str] = {}
         self._last_ordinal = 0

@@ -30,6 +30,7 @@ from tokenmill_scheduler.core.records import (
     ExecutorDrained,
     ExecutorJoined,
     ExecutorLost,
+    ExecutorsAwaited,
     ExecutorUndrained,
     Expired,
     PlanDue,
@@ -128,6 +129,8 @@ class Scheduler:
                 self._executor_drained(event, now_s)
             case ExecutorUndrained():
                 self._roster.drained.pop(event.executor, None)
+            case ExecutorsAwaited():
+                self._roster.awaited = event.addresses
             case QueuePaused():
                 self._roster.paused = event.why
             case QueueResumed():

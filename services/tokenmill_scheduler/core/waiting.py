@@ -111,10 +111,13 @@ class WaitReasons:
         return self._held_back(live, able) or self._crowded_out(live, able, queue)
 
     def _needs_larger(self, live: LiveRequest) -> WaitReason:
-        """It waits because there was one, which may be back; else it would have failed."""
-        executors, model = self._roster.executors.values(), live.request.model
-        lost = [e.name for e in executors if not e.joined and e.description.model == model and self._room.can_hold(e, live)]
-        words = f"it needs a larger executor: {' or '.join(lost)}, which is lost" if lost else "it needs a larger executor"
+        """It waits because there was one, or may be, which can still come; else it would have failed."""
+        lost = [executor.name for executor in self._room.holders(live)]
+        words = "it needs a larger executor"
+        if lost:
+            words += f": {' or '.join(lost)}, which is lost"
+        elif self._roster.awaited:
+            words += f": maybe that at {' or '.join(self._roster.awaited)}, which has not been here yet"
         return WaitReason(WaitCode.NEEDS_LARGER_EXECUTOR, words)
 
     def _held_back(self, live: LiveRequest, able: Sequence[tuple[ExecutorState, WaitReason | None]]) -> WaitReason | None:

@@ -8,6 +8,7 @@ import pytest
 from tokenmill_scheduler.core.records import (
     ExecutorJoined,
     ExecutorLost,
+    ExecutorsAwaited,
     PlanDue,
     Result,
     ResultArrived,
@@ -165,6 +166,20 @@ def test_a_request_too_long_for_one_executor_waits_for_the_larger_and_holds_up_n
     world.drain()
     world.check_idle()
     assert world.output("r1") == world.expected("r1", "y")
+
+
+def test_a_request_too_long_for_who_is_there_waits_for_those_that_have_not_been_here_yet() -> None:
+    world = World(None, description("x", num_blocks=4))
+    world.handle(ExecutorsAwaited(("10.0.0.2:7601",)))
+    world.submit(1, prompt=40)
+    world.submit(2)
+    world.turn("x")
+    assert (world.state("r1"), world.state("r2")) == (State.WAITING, State.DECODE)
+    assert world.core.wait_reason("r1") == "it needs a larger executor: maybe that at 10.0.0.2:7601, which has not been here yet"
+    world.handle(ExecutorsAwaited(()))
+    world.drain()
+    world.check_idle()
+    assert (world.state("r1"), world.state("r2")) == (State.FAILED, State.DONE)
 
 
 def test_work_is_shared_between_executors_of_one_model() -> None:
