@@ -51,7 +51,7 @@ class Sampler:
 
 
 def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest value, not a number if there is one, and its first place. On a CPU numpy looks ten times faster than torch."""
+    """Each row's largest value, not a number if there is one, and its first place. numpy looks ten times faster than torch."""
     if logits.device.type != "cpu":
         maxima, tokens = logits.max(dim=-1)
         return maxima, tokens
