@@ -37,14 +37,19 @@ class TextModel:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the tokenizer's post-processor adds."""
-        return list(self._tokenizer.encode(text).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """`messages` have `role` and `content`. Raises ValueError with a sentence when there is no template or it refuses them."""
         if self._chat_template is None:
             raise ValueError("the model has no chat template; send the prompt as text or token ids")
         # The template writes the special tokens itself; the post-processor would begin the sequence twice.
-        return list(self._tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False).ids)
+        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: `encode` keeps Python's lock to itself, for seconds with a text of a megabyte.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def stream(
         self, prompt: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False, stop_token_ids: Iterable[int] = ()

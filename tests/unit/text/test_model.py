@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -139,3 +140,20 @@ def test_a_prompt_is_never_cut_in_silence() -> None:
 def test_files_at_fault_are_named(files: dict[str, bytes], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TextModel(files)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+    model, ended = byte_level_model(), threading.Event()
+
+    def encode() -> None:
+        model.encode("ab 😀 " * 50_000)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    turns = 0
+    while not ended.wait(0.001):
+        turns += 1
+    thread.join()
+    # One that keeps Python's lock leaves two or three.
+    assert turns > 10
