@@ -160,7 +160,7 @@ class ExecutorLink:
             except (grpc.aio.AioRpcError, ValueError) as error:
                 raise SessionLost(describe_error(error)) from None
             epoch = await self._owner.next_epoch(self, facts.description.name, facts.epoch + 1)
-            session = Session(stub, epoch, self._limits)
+            session = Session(stub, epoch, facts, self._limits)
             standing = await session.greet()
             await self._serve(session, facts, standing)
 

@@ -15,6 +15,7 @@ import grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_scheduler import wire
+from tokenmill_scheduler.answers import Answers
 from tokenmill_scheduler.core.records import Plan, Result
 
 if TYPE_CHECKING:
@@ -40,15 +41,16 @@ class SessionLimits:
 
 
 class Session:
-    def __init__(self, stub: ExecutorServiceAsyncStub, epoch: int, limits: SessionLimits) -> None:
+    def __init__(self, stub: ExecutorServiceAsyncStub, epoch: int, facts: wire.ExecutorFacts, limits: SessionLimits) -> None:
         self.epoch = epoch
         self._limits = limits
         self._codec = wire.Codec()
+        self._answers = Answers(facts)
         self._outbox: deque[pb.RunRequest] = deque([pb.RunRequest(hello=pb.Hello(epoch=epoch))])
         self._posted = asyncio.Event()
         self._posted.set()
         self._call = stub.Run(self._requests())
-        self._plans_out: deque[int] = deque()
+        self._plans_out: deque[Plan] = deque()
         self._leaving = False
         self._heard_s = self._waiting_since_s = _now()
 
@@ -65,14 +67,18 @@ class Session:
             raise SessionLost("the first answer is no Welcome")
         if message.welcome.epoch != self.epoch:
             raise SessionLost(f"welcomed to epoch {message.welcome.epoch} instead of {self.epoch}")
+        standing = wire.standing(message.welcome)
+        if trouble := self._answers.check_blocks(standing.blocks):
+            raise SessionLost(f"the Welcome {trouble}")
         self._heard_s = _now()
-        return wire.standing(message.welcome)
+        return standing
 
     def send(self, plan: Plan) -> None:
         """Returns at once; plans leave in this order."""
         if not self._plans_out:
             self._waiting_since_s = _now()
-        self._plans_out.append(plan.plan_id)
+        self._plans_out.append(plan)
+        self._answers.sent(plan)
         self._post(self._codec.encode(plan))
 
     def leave(self) -> None:
@@ -122,10 +128,10 @@ class Session:
 
     def _result(self, message: pb.Result) -> Result:
         result = self._codec.decode(message)
-        if result.epoch != self.epoch or not self._plans_out or result.plan_id != self._plans_out[0]:
-            out = f"plan {self._plans_out[0]} of epoch {self.epoch}" if self._plans_out else "no plan"
+        if result.epoch != self.epoch or not self._plans_out or result.plan_id != self._plans_out[0].plan_id:
+            out = f"plan {self._plans_out[0].plan_id} of epoch {self.epoch}" if self._plans_out else "no plan"
             raise wire.ProtocolError(f"plan {result.plan_id} of epoch {result.epoch} was answered where {out} is next")
-        self._plans_out.popleft()
+        self._answers.check(self._plans_out.popleft(), result)
         self._waiting_since_s = self._heard_s
         return result
 
@@ -140,7 +146,7 @@ class Session:
             if now_s - self._heard_s > self._limits.heartbeat_timeout_s:
                 raise SessionLost(f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s")
             if self._plans_out and now_s - self._waiting_since_s > self._limits.step_timeout_s:
-                raise SessionLost(f"plan {self._plans_out[0]} is unanswered after {self._limits.step_timeout_s:g} s")
+                raise SessionLost(f"plan {self._plans_out[0].plan_id} is unanswered after {self._limits.step_timeout_s:g} s")
 
 
 def describe_error(error: Exception) -> str:

@@ -5,8 +5,9 @@ Columns go over whole, without a Python object a sequence. Must not know: connec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
+from math import isnan
 
 from tokenmill.executor.v1 import executor_pb2 as pb
 
@@ -83,6 +84,7 @@ class Codec:
 
     def decode(self, message: pb.Result) -> Result:
         """Raises ProtocolError when columns do not fit together."""
+        _check_columns(message)
         result = Result(
             epoch=message.epoch,
             plan_id=message.plan_id,
@@ -99,7 +101,6 @@ class Codec:
             dropped=tuple(message.dropped),
             stored=tuple(message.stored),
         )
-        _check_columns(result)
         self._with_logprobs.difference_update(self._releases.pop(result.plan_id, ()))
         if self._with_logprobs:
             self._with_logprobs.difference_update(_ended(result))
@@ -137,7 +138,7 @@ def blocks(message: pb.Blocks) -> Blocks:
 def facts(message: pb.DescribeResponse) -> ExecutorFacts:
     """Raises ProtocolError when a limit that planning needs is missing or zero, or no higher epoch can be kept."""
     limits = ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth")
-    missing = [name for name in ("name", "model", *limits) if not getattr(message, name)]
+    missing = [name for name in ("name", "model", "vocab_size", *limits) if not getattr(message, name)]
     if missing:
         raise ProtocolError(f"the executor describes itself without {', '.join(missing)}")
     if message.epoch >= MAX_EPOCH:
@@ -207,6 +208,8 @@ def _fault(message: pb.Fault) -> Fault:
 
 
 def _token_logprobs(message: pb.Logprobs) -> TokenLogprobs:
+    if len(message.top_token_ids) != len(message.top_logprobs) or isnan(message.logprob):
+        raise ProtocolError("a log probability is not a number, or the most likely tokens have columns of unequal length")
     return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))
 
 
@@ -220,10 +223,10 @@ def _times(message: pb.Times) -> StepTimes:
     )
 
 
-def _check_columns(result: Result) -> None:
-    rows = len(result.sequence_ids)
-    columns: tuple[Collection[int], ...] = (result.num_computed, result.num_sampled, result.finishes)
-    if result.num_cached:
-        columns = (*columns, result.num_cached)
-    if any(len(column) != rows for column in columns) or sum(result.num_sampled) != len(result.token_ids):
-        raise ProtocolError(f"result {result.plan_id} has columns of unequal length")
+def _check_columns(message: pb.Result) -> None:
+    rows = len(message.sequence_ids)
+    columns: tuple[Sized, ...] = (message.num_computed, message.num_sampled, message.finishes)
+    if message.num_cached:
+        columns = (*columns, message.num_cached)
+    if any(len(column) != rows for column in columns) or sum(message.num_sampled) != len(message.token_ids):
+        raise ProtocolError(f"result {message.plan_id} has columns of unequal length")

@@ -16,7 +16,7 @@ from tokenmill_scheduler.core.records import Blocks, Plan, Result
 from tokenmill_scheduler.ledger.port import ExecutorTaken
 from tokenmill_scheduler.link import FIRST_BACKOFF_S, MAX_BACKOFF_S, Backoff, ExecutorLink, Refused
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost
-from tokenmill_scheduler.wire import ExecutorFacts, Standing
+from tokenmill_scheduler.wire import ExecutorFacts, Standing, facts
 
 # Far beyond what a test waits for, but where a test says otherwise.
 PATIENT = SessionLimits(step_timeout_s=60, heartbeat_timeout_s=60, greeting_timeout_s=60)
@@ -34,6 +34,7 @@ class ScriptedExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         return pb.DescribeResponse(
             name="x",
             model="m",
+            vocab_size=50,
             max_model_len=8,
             block_size=4,
             num_blocks=10,
@@ -78,7 +79,7 @@ async def scripted(script: Script) -> AsyncIterator[tuple[ScriptedExecutor, str]
 async def session_with(script: Script, limits: SessionLimits = PATIENT) -> AsyncIterator[Session]:
     async with scripted(script) as (_, address), grpc.aio.insecure_channel(address) as channel:
         stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
-        yield Session(stub, EPOCH, limits)
+        yield Session(stub, EPOCH, facts(await stub.Describe(pb.DescribeRequest())), limits)
 
 
 def plan(plan_id: int) -> Plan:
@@ -108,6 +109,15 @@ async def test_a_welcome_to_another_epoch_is_no_welcome() -> None:
 
     async with session_with(script) as session:
         with pytest.raises(SessionLost, match="welcomed to epoch 3 instead of 7"):
+            await session.greet()
+
+
+async def test_a_welcome_with_more_blocks_than_were_described_is_no_welcome() -> None:
+    async def script(requests: AsyncIterator[pb.RunRequest], context: Any) -> None:
+        await context.write(pb.RunResponse(welcome=pb.Welcome(epoch=EPOCH, blocks=pb.Blocks(free=11))))
+
+    async with session_with(script) as session:
+        with pytest.raises(SessionLost, match="the Welcome tells of 11 blocks, there are 10"):
             await session.greet()
 
 

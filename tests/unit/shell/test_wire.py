@@ -119,6 +119,19 @@ def test_columns_of_unequal_length_break_the_protocol(changes: dict[str, object]
         wire.Codec().decode(result_message(**changes))
 
 
+@pytest.mark.parametrize(
+    "entry", [pb.Logprobs(logprob=float("nan")), pb.Logprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0])]
+)
+def test_log_probabilities_that_are_none_break_the_protocol(entry: pb.Logprobs) -> None:
+    with pytest.raises(wire.ProtocolError, match="a log probability is not a number, or"):
+        wire.Codec().decode(result_message(logprobs=[entry]))
+
+
+def test_log_probabilities_beside_columns_of_unequal_length_break_the_protocol() -> None:
+    with pytest.raises(wire.ProtocolError, match="columns of unequal length"):
+        wire.Codec().decode(result_message(num_sampled=[1], logprobs=[pb.Logprobs(logprob=-1.0)]))
+
+
 def test_a_fault_of_a_later_protocol_is_an_error_of_the_sequence() -> None:
     fault = pb.Fault(sequence_id=12)
     fault.fault = 9  # type: ignore[assignment]
