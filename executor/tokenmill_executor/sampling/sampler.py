@@ -20,6 +20,7 @@ from tokenmill_executor.upload import floats, integers, upload
 # Temperatures below are greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
 NOT_A_NUMBER = "the model's logits are not numbers"
+ALL_MASKED = "no token is left to sample: min_tokens and stop_token_ids rule out every one"
 
 
 class Sampler:
@@ -45,7 +46,7 @@ class Sampler:
             logprobs = {special[index]: found for index, found in _logprobs(edited, tokens[rows], chosen).items()}
         # One read for both: each waits for the device. Token ids are exact in float64.
         largest, chosen_tokens = torch.stack((maxima.double(), tokens.double())).tolist()
-        errors = {row: NOT_A_NUMBER for row, value in enumerate(largest) if not math.isfinite(value)}
+        errors = {row: _fault(samples[row], value) for row, value in enumerate(largest) if not math.isfinite(value)}
         found = {row: value for row, value in logprobs.items() if row not in errors}
         return StepOutput([int(token) for token in chosen_tokens], logprobs=found, errors=errors)
 
@@ -57,6 +58,11 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return maxima, tokens
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.gather(1, tokens[:, None]).squeeze(1), tokens
+
+
+def _fault(sample: SamplingInput, largest: float) -> str:
+    """Why a row whose largest logit is not finite cannot be sampled."""
+    return ALL_MASKED if largest == -math.inf and edits_logits(sample) else NOT_A_NUMBER
 
 
 def _is_plain(sample: SamplingInput) -> bool:

@@ -187,12 +187,6 @@ def test_a_row_that_is_not_a_number_fails_alone(poison: float) -> None:
     assert all(0 <= token < VOCAB for token in output.token_ids)
 
 
-def test_a_row_with_nothing_left_to_sample_fails_alone() -> None:
-    everything = tuple(range(VOCAB))
-    output = SAMPLER.sample(logits_of(2), [sampling(0, min_tokens=9, stop_token_ids=everything), sampling(1)])
-    assert sorted(output.errors) == [0]
-
-
 def test_no_rows() -> None:
     output = SAMPLER.sample(torch.empty(0, VOCAB), [])
     assert (output.token_ids, output.errors, output.logprobs) == ([], {}, {})
@@ -227,3 +221,19 @@ def test_uniform_numbers_are_even_and_independent_of_neighbours() -> None:
     assert float(((counts - 900) ** 2 / 900).sum()) < 150  # 99.9th percentile of 99 degrees of freedom: 148.2
     for neighbours in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
         assert abs(np.corrcoef(neighbours[0].ravel(), neighbours[1].ravel())[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 5}])
+def test_a_row_whose_every_token_is_ruled_out_says_so(params: dict[str, Any]) -> None:
+    stops = tuple(range(VOCAB))
+    masked = sampling(min_tokens=9, stop_token_ids=stops, **params)
+    not_yet_ended = sampling(min_tokens=0, stop_token_ids=stops, **params)
+    output = SAMPLER.sample(logits_of(2), [masked, not_yet_ended])
+    assert output.errors == {0: "no token is left to sample: min_tokens and stop_token_ids rule out every one"}
+
+
+def test_a_bias_against_every_token_is_none() -> None:
+    against_all = sampling(logit_bias=tuple((token, -100.0) for token in range(VOCAB)))
+    output = SAMPLER.sample(logits_of(2).index_select(0, torch.tensor([0, 0])), [against_all, sampling()])
+    assert not output.errors
+    assert output.token_ids[0] == output.token_ids[1]
