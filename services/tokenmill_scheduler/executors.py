@@ -39,13 +39,16 @@ class Executors:
         max_message_bytes: int,
         changed: Callable[[], None],
         tls: ClientTls | None = None,
+        given_away: Callable[[str], None] = lambda executor: None,
     ) -> None:
+        """`given_away` is called with the name of an executor that was, or was to be, driven here and is another scheduler's."""
         self._open_link = partial(ExecutorLink, owner=self, limits=limits, max_message_bytes=max_message_bytes, tls=tls)
         self.links = [self._open_link(address) for address in addresses]
         self._loop = loop
         self._models = models
         self._ledger = ledger
         self._changed = changed
+        self._given_away = given_away
         self._claims: dict[str, ExecutorLink] = {}
         self._drives: dict[ExecutorLink, Drive] = {}
         # Addresses of executors that have neither been driven here nor found to be another scheduler's.
@@ -125,6 +128,9 @@ class Executors:
         try:
             return await asyncio.to_thread(claim, self._lease, name, link.address)
         except ExecutorTaken:
+            if link.address in self._awaited or name in self._loop.drives:
+                self._models.forget(name)
+                self._given_away(name)
             self._met(link)
             raise
 

@@ -142,6 +142,16 @@ class LiveRequests:
         """Requests that have had no reader, though they need one, since before this time."""
         return [request_id for request_id, _ in takewhile(lambda item: item[1] < before_s, self._orphans.items())]
 
+    def forget(self, request_id: str, reason: Unavailable) -> State:
+        """Another scheduler's from here on; readers end with `reason`. Returns the state that it is left in."""
+        live = self._by_id.pop(request_id)
+        self.tenants.left(live.request, live.state)
+        self._orphans.pop(request_id, None)
+        self.attended.pop(request_id, None)
+        self.with_stop_strings -= bool(live.request.stop)
+        live.feed.close(reason)
+        return live.state
+
     def close_streams(self, reason: Unavailable) -> None:
         for live in self._by_id.values():
             live.feed.close(reason)

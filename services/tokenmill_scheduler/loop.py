@@ -26,7 +26,7 @@ from tokenmill_scheduler.core.records import Event, OverloadChanged, PlanIssued,
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.core.waiting import WaitReason
-from tokenmill_scheduler.desk import ExecutorStatus, Load
+from tokenmill_scheduler.desk import ExecutorStatus, Load, Unavailable
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.ledger.port import Action, LedgerUnavailable, Outcome, Record, StoredOutput, Submission
@@ -186,6 +186,18 @@ class Loop:
         self._result_seen.set()
         if self._planning:
             self.handle(core.ExecutorLost(drive.name, drive.epoch, reason, lives))
+
+    def executor_gone(self, executor: str) -> tuple[str, ...]:
+        """Another scheduler's for good. Returns the requests that only it can run: they are `forget`'s once that is durable."""
+        request_ids = self._scheduler.only_for(executor)
+        self.handle(core.ExecutorGone(executor, request_ids))
+        self.drives.pop(executor, None)
+        return request_ids
+
+    def forget(self, request_ids: Sequence[str], reason: Unavailable) -> None:
+        """Requests that are another scheduler's; who reads them here is told `reason`."""
+        for request_id in request_ids:
+            self.metrics.forget(request_id, self.live.forget(request_id, reason))
 
     # ---- what there is to see --------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,10 @@ class LaneGauge:
         if after in _QUEUED:
             self.waiting[request_id] = at_s
 
+    def left(self, request_id: str, state: State) -> None:
+        self.running -= state in _RUNNING
+        self.waiting.pop(request_id, None)
+
     def oldest_wait_s(self, now_s: float) -> float:
         """0 when none waits."""
         return max(0.0, now_s - min(self.waiting.values(), default=now_s))
@@ -124,6 +128,11 @@ class Metrics:
         self.finished[record.finish_reason] += 1
         if record.after is State.DONE:
             self.end_to_end.observe(life.lane, now_s - life.arrival_s)
+
+    def forget(self, request_id: str, state: State) -> None:
+        """Another scheduler goes on with it; `state` is the one that it is left in."""
+        self._lives.pop(request_id).gauge.left(request_id, state)
+        self._gaps.end(request_id)
 
     def refuse(self, reason: str) -> None:
         """A submit; `reason` is one of the few that a status can have."""

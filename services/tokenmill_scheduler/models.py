@@ -44,6 +44,10 @@ class Models:
     def lost(self, name: str) -> None:
         self._executors[name] = (self._executors[name][0], False)
 
+    def forget(self, name: str) -> None:
+        """This executor is another scheduler's: a model that it alone served is not to be had here any more."""
+        self._executors.pop(name, None)
+
     def find(self, name: str) -> ServedModel:
         """The model of this name, or the only one when it is empty. Raises UnknownModel, or Unavailable before any is known."""
         served = {model.name: model for model in self.all()}

@@ -102,6 +102,7 @@ class SchedulerServer:
             settings.max_message_bytes,
             self._health.changed,
             settings.executor_tls,
+            lambda executor: self.service.handovers.give(executor),
         )
         self.service = Service(
             settings.queue_limits,

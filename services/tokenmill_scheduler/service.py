@@ -34,6 +34,7 @@ from tokenmill_scheduler.desk import (
 )
 from tokenmill_scheduler.followers import Followers, ended
 from tokenmill_scheduler.gate import Gate
+from tokenmill_scheduler.handover import Handovers
 from tokenmill_scheduler.ledger.port import (
     Action,
     ActionVerb,
@@ -100,10 +101,12 @@ class Service:
         self._lease: int | None = None
         self.relay = Relay(ledger)
         self.followers = Followers(ledger, self.relay.tell, announce_s)
+        self.handovers = Handovers(loop, ledger, writer, self.followers.hand_over)
 
     def open(self, lease: Lease) -> None:
         """Requests of this lease are this scheduler's, others are changed and followed through the ledger."""
         self._lease = lease.number
+        self.handovers.open(lease)
 
     def close(self) -> None:
         """No submits or changes from here on; a reader's leaving cancels nothing any more."""
@@ -280,6 +283,7 @@ class Service:
     async def obey(self, commands: Sequence[Command]) -> None:
         """What other schedulers ask of this one; of requests that have ended, nothing. Raises Unavailable."""
         self.check_open()
+        await self.handovers.take([command.request_id for command in commands if command.verb is Verb.TAKE])
         for command in commands:
             request_id, reason, actor = command.request_id, command.reason, command.actor
             match command.verb:

@@ -56,6 +56,11 @@ class MemoryLeases:
             self.executors[name] = Driven(driven.epoch, driven.address, lease.number, inherited=True)
         return tuple((name, self.executors[name].address) for name in inherited)
 
+    def driver(self, executor: str) -> Lease | None:
+        driven = self.executors.get(executor)
+        number = None if driven is None else driven.lease
+        return None if number is None or number not in self.names else Lease(number, self.names[number])
+
     def claim(self, lease: Lease, executor: str, address: str, inherited: bool, at_least: int) -> int:
         self.hold(lease)
         driven = self.executors.get(executor, Driven(0, "", None, inherited=False))

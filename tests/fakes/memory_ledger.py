@@ -19,6 +19,7 @@ from tokenmill_scheduler.ledger.port import (
     ActionQuery,
     Command,
     Estate,
+    Handover,
     Hold,
     Lease,
     LeaseLost,
@@ -33,6 +34,7 @@ from tokenmill_scheduler.ledger.port import (
     StoredRequest,
     StoredTransition,
     Submission,
+    Verb,
 )
 
 from tests.fakes.memory_actions import MemoryActions
@@ -82,17 +84,29 @@ class MemoryLedger:
                 index: self._submit(staged, record) for index, record in enumerate(records) if isinstance(record, Submission)
             }
             for record in records:
-                if not isinstance(record, Submission | Action):
+                if not isinstance(record, Submission | Action | Handover):
                     self._apply(staged, record)
             if lease is not None:
                 for request_id in _owned(records, outcomes):
                     staged[request_id] = _given(staged[request_id], lease)
             self._entries.update(staged)
+            outcomes |= {
+                index: self._hand_over(record, lease) for index, record in enumerate(records) if isinstance(record, Handover)
+            }
             for record in records:
                 if isinstance(record, Action):
                     self._actions.record(record)
             self.writes += 1
             return [outcomes.get(index, Outcome.WRITTEN) for index in range(len(records))]
+
+    def _hand_over(self, handover: Handover, lease: Lease | None) -> Outcome:
+        driver = self._leases.driver(handover.executor)
+        if driver is None or driver == lease:
+            return Outcome.CONFLICT
+        for request_id in handover.request_ids:
+            self._entries[request_id] = _given(self._entries[request_id], driver)
+            self._leases.commands[self._leases.number()] = Command(driver.number, request_id, Verb.TAKE)
+        return Outcome.WRITTEN
 
     def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:
         with self._available():

@@ -105,17 +105,25 @@ async def test_c74_a_killed_schedulers_executors_and_requests_are_taken_over(mil
             assert (await stream.read(call)).tokens == foretold([60 + at], TOKENS)  # type: ignore[arg-type]
 
 
-async def test_a_request_that_only_the_fallen_schedulers_executor_can_hold_waits_for_it(mill: Mill) -> None:
+async def test_a_request_that_only_one_executor_can_hold_goes_with_it_from_scheduler_to_scheduler(mill: Mill) -> None:
     large = mill.processes.executor(*STEPS, "--kv-cache-memory-bytes", "128MiB", name="x1")
     small = mill.processes.executor(*STEPS, "--kv-cache-memory-bytes", "16MiB", name="x2")
     first, second = mill.scheduler(1, large, flags=SHORT), mill.scheduler(2, small, flags=SHORT)
     await asyncio.gather(wait_serving(first.address), wait_serving(second.address))
-    prompt = [60] * 300
+    prompt, count = [60] * 300, 400
     async with Caller(first.address) as one, Caller(second.address) as other:
-        stream = await Stream().read(one.generate(spec(prompt, TOKENS, "long", detached=True)), until_tokens=2)
+        stream = await Stream().read(one.generate(spec(prompt, count, "long", detached=True)), until_tokens=2)
         first.kill()
+        call = other.attach("long", len(stream.tokens))
+        await stream.read(call, until_tokens=len(stream.tokens) + 20)
+        assert await executors_of(other) == ["x1", "x2"]
+        first = mill.scheduler(1, large, flags=SHORT)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await stream.read(call)
+        # Followed through the ledger: the first scheduler has it again.
         await stream.read(other.attach("long", len(stream.tokens)))
-    assert stream.tokens == foretold(prompt, TOKENS)
+    assert stream.tokens == foretold(prompt, count)
+    assert "requests handed over" in second.log.read_text()
 
 
 async def test_a_client_that_knows_both_addresses_goes_on_at_the_other(mill: Mill) -> None:

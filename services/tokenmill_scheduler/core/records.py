@@ -249,6 +249,14 @@ class ExecutorsAwaited:
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorGone:
+    """Another scheduler's from here on, and with it these requests, which wait: nothing more of them is decided here."""
+
+    executor: str
+    request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class QueuePaused:
     """No waiting request is admitted until QueueResumed; those that have run go on. `why` is shown to those who wait."""
 
@@ -319,6 +327,7 @@ Event = (
     | ExecutorDrained
     | ExecutorUndrained
     | ExecutorsAwaited
+    | ExecutorGone
     | QueuePaused
     | QueueResumed
     | QuotasChanged

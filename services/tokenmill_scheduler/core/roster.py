@@ -176,6 +176,11 @@ class Roster:
             unbind(sequence)
         self.drop(live)
 
+    def give_away(self, live: LiveRequest, now_s: float) -> None:
+        """One that waits: another scheduler goes on with it."""
+        self._dequeue(live, now_s)
+        self.drop(live)
+
     def drop(self, live: LiveRequest) -> None:
         del self.requests[live.request_id]
         self.deadlines.discard(live.request_id)

@@ -28,6 +28,7 @@ from tokenmill_scheduler.core.records import (
     Effect,
     Event,
     ExecutorDrained,
+    ExecutorGone,
     ExecutorJoined,
     ExecutorLost,
     ExecutorsAwaited,
@@ -131,6 +132,8 @@ class Scheduler:
                 self._roster.drained.pop(event.executor, None)
             case ExecutorsAwaited():
                 self._roster.awaited = event.addresses
+            case ExecutorGone():
+                self._executor_gone(event, now_s)
             case QueuePaused():
                 self._roster.paused = event.why
             case QueueResumed():
@@ -226,6 +229,11 @@ class Scheduler:
         if executor is not None:
             self._roster.drain(executor, now_s, f"executor drained {event.why}")
 
+    def _executor_gone(self, event: ExecutorGone, now_s: float) -> None:
+        for request_id in event.request_ids:
+            self._roster.give_away(self._roster.requests[request_id], now_s)
+        self._roster.executors.pop(event.executor, None)
+
     def _policy_changed(self, event: PolicyChanged) -> None:
         policy = policy_named(event.policy, self._roster.prediction.remaining)
         ordering = self._roster.ordering
@@ -264,6 +272,19 @@ class Scheduler:
         known = self._roster.executors.get(executor)
         sequence = known.sequence(sequence_id) if known is not None else None
         return sequence.live.request_id if sequence is not None and sequence.live is not None else None
+
+    def only_for(self, executor: str) -> tuple[str, ...]:
+        """Waiting requests that of all executors here, lost ones among them, this one alone can hold.
+
+        When it is not known here: those that none can hold, unless others are awaited.
+        """
+        known = self._roster.executors.get(executor)
+        alone = [] if known is None else [known]
+        if known is None and len(self._roster.awaited) > 1:
+            return ()
+        waiting = [live for queue in self._roster.queues.values() for live in queue]
+        only = [live for live in waiting if live.sequence is None and self._room.holders(live) == alone]
+        return tuple([choice.request_id for live in only for choice in live.gang or (live,)])
 
     def next_wakeup_s(self) -> float | None:
         """When to hand in a Tick, and ask for plans, although nothing has happened: a deadline, the start of a static batch, a

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tokenmill_scheduler.core.records import TokensGenerated, Transitioned, Updated
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, State
 from tokenmill_scheduler.ledger.codec import pack_logprobs, pack_tokens
-from tokenmill_scheduler.ledger.port import Action, LedgerConflict, Record, Submission
+from tokenmill_scheduler.ledger.port import Action, Handover, LedgerConflict, Record, Submission
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class Batch:
     changes: dict[str, Change] = field(default_factory=dict)
     transitions: list[Transitioned] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
+    handovers: list[Handover] = field(default_factory=list)
 
     def ended(self) -> list[str]:
         return [request_id for request_id, change in self.changes.items() if change.ending]
@@ -70,6 +71,8 @@ def fold(records: Iterable[Record]) -> Batch:
                 _add_update(batch, record)
             case Action():
                 batch.actions.append(record)
+            case Handover():
+                batch.handovers.append(record)
     return batch
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from tokenmill_scheduler.ledger.codec import clean
-from tokenmill_scheduler.ledger.port import Command, Lease, Verb
-from tokenmill_scheduler.ledger.tables import commands
+from tokenmill_scheduler.ledger.port import Command, Handover, Lease, Outcome, Verb
+from tokenmill_scheduler.ledger.tables import commands, executors, leases, requests
+
+# Parameters of one IN list: SQLite takes 32,766.
+_IDS_A_QUERY = 1000
 
 
 def send(connection: Connection, sent: Sequence[Command]) -> tuple[int, ...]:
@@ -27,6 +30,20 @@ def received(connection: Connection, lease: Lease) -> tuple[tuple[int, Command],
 
 def settle(connection: Connection, numbers: Sequence[int]) -> None:
     connection.execute(delete(commands).where(commands.c.number.in_(numbers)))
+
+
+def hand_over(connection: Connection, handover: Handover, lease: int | None) -> Outcome:
+    """From `lease` to whoever drives the executor, whose lease cannot end before the requests are its own."""
+    driver = select(leases.c.number).join(executors, executors.c.lease == leases.c.number)
+    driver = driver.where(executors.c.executor == handover.executor, leases.c.number != lease)
+    number = connection.scalar(driver.with_for_update(read=True, key_share=True, of=leases))
+    if number is None:
+        return Outcome.CONFLICT
+    for start in range(0, len(handover.request_ids), _IDS_A_QUERY):
+        some = handover.request_ids[start : start + _IDS_A_QUERY]
+        connection.execute(update(requests).values(lease=number).where(requests.c.request_id.in_(some), requests.c.lease == lease))
+        connection.execute(insert(commands), [_row(Command(number, request_id, Verb.TAKE)) for request_id in some])
+    return Outcome.WRITTEN
 
 
 def _command(row: Row[Any]) -> Command:

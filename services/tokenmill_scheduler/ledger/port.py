@@ -66,6 +66,8 @@ class Verb(StrEnum):
     # A client reads the request through another scheduler, or has left there.
     READ = "read"
     LEAVE = "leave"
+    # The request is its own from now on.
+    TAKE = "take"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Submission:
 
 class Outcome(StrEnum):
     WRITTEN = "written"
-    # A Submission whose id exists already, with an equal or with another payload; nothing was written for it.
+    # A Submission whose id exists already, with an equal or with another payload, or a Handover to nobody: nothing was written.
     JOINED = "joined"
     CONFLICT = "conflict"
 
@@ -140,7 +142,18 @@ class Action:
     detail: str = ""
 
 
-Record = Submission | Transitioned | TokensGenerated | Updated | Action
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """These requests, which wait, become those of the scheduler that drives this executor, and it is told so by a command.
+
+    Where no other scheduler does, nothing is written: CONFLICT.
+    """
+
+    executor: str
+    request_ids: tuple[str, ...]
+
+
+Record = Submission | Transitioned | TokensGenerated | Updated | Action | Handover
 
 
 @dataclass(frozen=True, slots=True)

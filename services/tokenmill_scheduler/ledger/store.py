@@ -13,10 +13,10 @@ from sqlalchemy import Connection, and_, delete, or_, select
 
 from tokenmill_scheduler.core.records import Transitioned
 from tokenmill_scheduler.core.request import Request, State
-from tokenmill_scheduler.ledger import actions
+from tokenmill_scheduler.ledger import actions, commands
 from tokenmill_scheduler.ledger.batch import Batch, Change, Chunk, fold
 from tokenmill_scheduler.ledger.codec import clean, pack_parameters, pack_tokens
-from tokenmill_scheduler.ledger.port import Outcome, Record, Submission
+from tokenmill_scheduler.ledger.port import Handover, Outcome, Record, Submission
 from tokenmill_scheduler.ledger.statements import Statements
 from tokenmill_scheduler.ledger.tables import requests
 
@@ -43,7 +43,19 @@ def write(connection: Connection, statements: Statements, records: Sequence[Reco
     statements.update_requests.run_all(connection, updates, "update")
     _move(connection, statements, batch, lease)
     actions.record(connection, batch.actions)
-    return [next(outcomes) if isinstance(record, Submission) else Outcome.WRITTEN for record in records]
+    # When all else of these requests is written: their lease is another one then.
+    handed_over = iter([commands.hand_over(connection, handover, lease) for handover in batch.handovers])
+    return [_outcome(record, outcomes, handed_over) for record in records]
+
+
+def _outcome(record: Record, submitted: Iterator[Outcome], handed_over: Iterator[Outcome]) -> Outcome:
+    match record:
+        case Submission():
+            return next(submitted)
+        case Handover():
+            return next(handed_over)
+        case _:
+            return Outcome.WRITTEN
 
 
 def _submit(

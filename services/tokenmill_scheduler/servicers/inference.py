@@ -17,7 +17,7 @@ from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import TERMINAL, Request
-from tokenmill_scheduler.desk import Attachment, Desk, RequestStatus
+from tokenmill_scheduler.desk import Attachment, Desk, RequestStatus, ServedModel, Unavailable, UnknownModel
 from tokenmill_scheduler.intake import Intake, Taken
 from tokenmill_scheduler.intake.fields import read_next_indexes, read_reason, read_request_id
 from tokenmill_scheduler.servicers import convert
@@ -28,6 +28,7 @@ from tokenmill_scheduler.text.stream import TextStream
 
 # Detokenising this many tokens takes about a millisecond; more goes to a thread.
 _MANY_TOKENS = 2_000
+_RETRY_S = 1.0
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -58,7 +59,7 @@ class InferenceServicer(InferenceServiceServicer):
         if wants_text(output):
             # Unavailable until the model is known, as after a restart. Asked before a stream is opened: closing one again would
             # cancel a request that nobody else reads.
-            self._desk.model(wanted.model)
+            self._model_of(wanted)
         attachments = await self._attach(wanted, next_indexes)
         async with _closing(attachments), aclosing(self._relay(attachments, next_indexes, output, pb.AttachResponse)) as responses:
             async for response in responses:
@@ -99,7 +100,7 @@ class InferenceServicer(InferenceServiceServicer):
         async def make_writer(choice: Request, earlier: tuple[int, ...], number: int) -> EventWriter:
             text = None
             if wants_text(output):
-                text = self._desk.model(choice.model).text.stream_of(choice)
+                text = self._model_of(choice).text.stream_of(choice)
                 await _feed(text, earlier)
             return EventWriter(choice, len(earlier), text, wants_token_ids(output), number)
 
@@ -137,10 +138,17 @@ class InferenceServicer(InferenceServiceServicer):
         check_visible(status)
         return status
 
+    def _model_of(self, request: Request) -> ServedModel:
+        """Of one that was accepted, maybe by another scheduler. Raises Unavailable: one that has it can be asked."""
+        try:
+            return self._desk.model(request.model)
+        except UnknownModel:
+            raise Unavailable(f"model {request.model} is not served here now: ask again, or another scheduler", _RETRY_S) from None
+
     async def _text_of(self, status: RequestStatus, token_ids: tuple[int, ...]) -> str:
         """As a stream would have shown it by now."""
         request = status.stored.request
-        text = self._desk.model(request.model).text.stream_of(request)
+        text = self._model_of(request).text.stream_of(request)
         shown = await _feed(text, token_ids)
         return shown + text.finish() if status.stored.state in TERMINAL else shown
 

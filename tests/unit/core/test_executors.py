@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_scheduler.core.records import (
+    ExecutorGone,
     ExecutorJoined,
     ExecutorLost,
     ExecutorsAwaited,
@@ -180,6 +181,32 @@ def test_a_request_too_long_for_who_is_there_waits_for_those_that_have_not_been_
     world.drain()
     world.check_idle()
     assert (world.state("r1"), world.state("r2")) == (State.FAILED, State.DONE)
+
+
+def test_what_only_an_executor_that_another_scheduler_has_now_can_hold_goes_with_it() -> None:
+    world = World(None, description("x", num_blocks=4), description("y", num_blocks=16))
+    world.submit(1, prompt=40)
+    world.submit(2)
+    world.submit(4, prompt=20, n=2)
+    world.turn("y")
+    assert world.core.only_for("y") == ("r4", "r4/1"), "the others run"
+    world.lose("y", lives=True)
+    going = world.core.only_for("y")
+    assert going == ("r1", "r4", "r4/1")
+    assert world.handle(ExecutorGone("y", going)) == []
+    assert world.core.only_for("y") == ()
+    world.turn("x")
+    assert (world.state("r2"), world.core.num_waiting) == (State.DECODE, 0)
+
+
+def test_of_an_executor_that_never_was_here_what_nobody_can_hold_goes_once_no_other_is_awaited() -> None:
+    world = World(None, description("x", num_blocks=4))
+    world.handle(ExecutorsAwaited(("10.0.0.2:7601", "10.0.0.3:7601")))
+    world.submit(1, prompt=40)
+    world.submit(2)
+    assert world.core.only_for("y") == ()
+    world.handle(ExecutorsAwaited(("10.0.0.2:7601",)))
+    assert world.core.only_for("y") == ("r1",)
 
 
 def test_work_is_shared_between_executors_of_one_model() -> None:

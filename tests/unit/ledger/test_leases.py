@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection
+from tokenmill_scheduler.core.records import Transitioned
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import commits, leases, store
 from tokenmill_scheduler.ledger.engine import driver_errors
@@ -14,6 +15,7 @@ from tokenmill_scheduler.ledger.port import (
     Command,
     Estate,
     ExecutorTaken,
+    Handover,
     Lease,
     LeaseLost,
     Ledger,
@@ -146,6 +148,24 @@ def test_commands_reach_the_scheduler_they_are_for(ledger: Ledger) -> None:
     assert ledger.pending([first, second, third]) == {second, third}
     ledger.take_over(other, [one.number])
     assert ledger.pending([first, second, third]) == {third}, "those for a fallen scheduler fall with it"
+
+
+def test_requests_handed_over_are_those_of_whoever_drives_the_executor(ledger: Ledger) -> None:
+    one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", LONG_S)
+    ledger.write([submission("a"), submission("b"), submission("c")], one)
+    handover = Handover("x", ("a", "b"))
+    assert ledger.write([handover], one) == [Outcome.CONFLICT], "nobody drives it"
+    ledger.claim_executor(one, "x", "here", inherited=True, at_least=0)
+    assert ledger.write([handover], one) == [Outcome.CONFLICT], "it is one's own"
+    ledger.claim_executor(other, "x", "here", inherited=False, at_least=0)
+    moves = [prefill("a"), Transitioned("a", State.PREFILL, State.PREEMPTED, 3.0)]
+    assert ledger.write([*moves, handover, submission("d")], one) == [Outcome.WRITTEN] * 4
+    leases = {request_id: stored.lease for request_id in "abcd" if (stored := ledger.find(request_id))}
+    assert leases == {"a": other.number, "b": other.number, "c": one.number, "d": one.number}
+    assert [command for _, command in ledger.received(other)] == [Command(other.number, id_, Verb.TAKE) for id_ in "ab"]
+    assert ledger.received(one) == ()
+    estate = ledger.take_over(one, [other.number])
+    assert [stored.request.request_id for stored, _ in estate.requests] == ["a", "b"]
 
 
 def test_progress_tells_what_has_grown_or_ended(ledger: Ledger) -> None:

@@ -322,6 +322,17 @@ async def test_token_ids_are_served_before_the_model_is_known_again(served: Serv
     assert joined(await events(served.inference.Attach(pb.AttachRequest(request_id="a"))))
 
 
+async def test_text_of_a_model_that_only_another_scheduler_serves_is_to_be_asked_for_there(served: Served) -> None:
+    await served.inference.Submit(pb.SubmitRequest(request=spec(request_id="a")))
+    served.desk.served["other"] = served.desk.served.pop("tiny")
+    for call in (
+        served.inference.Attach(pb.AttachRequest(request_id="a")).read(),
+        served.inference.GetRequest(pb.GetRequestRequest(request_id="a", include_output=True)),
+    ):
+        error = await refusal(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_c72_a_client_that_comes_back_before_the_model_does_not_lose_its_request(served: Served) -> None:
     """It reads alone, and its request is not detached: a stream opened and closed again would be the last one's leaving."""
     intake = Intake(served.desk)
