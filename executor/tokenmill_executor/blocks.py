@@ -16,6 +16,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from tokenmill_executor.host_tier import HostTier
 from tokenmill_executor.prefix import PrefixIndex
 from tokenmill_executor.records import Blocks
 from tokenmill_executor.runner import ONE_GROUP, BlockGroup, Int32Array
@@ -86,9 +87,12 @@ class BlockPool:
     """Hands out blocks and takes them back, counting references.
 
     Callers speak of tables, digests and numbers of tokens, never of single blocks, so that sharing stays the pool's own affair.
+    With a `host` tier, evicted blocks move there.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, groups: SequenceOf[BlockGroup] = ONE_GROUP) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: SequenceOf[BlockGroup] = ONE_GROUP, host: HostTier | None = None
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
@@ -100,7 +104,8 @@ class BlockPool:
         # A stack: the block dropped last is taken first, its memory most likely still in a cache.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
-        self.index = PrefixIndex()
+        self._host = host
+        self.index = PrefixIndex(host)
 
     @property
     def slides(self) -> bool:
@@ -170,13 +175,27 @@ class BlockPool:
         missing = self.missing(table, num_tokens)
         if missing <= 0:
             return
-        # Free ones first, whatever is cached is worth more; then those that have been of no use for longest.
-        from_free = min(missing, len(self._free))
+        table.extend(self._take(missing))
+
+    def _take(self, count: int) -> list[int]:
+        """Free ones first, whatever is cached is worth more; then those that have been of no use for longest."""
+        from_free = min(count, len(self._free))
         taken = [self._free.pop() for _ in range(from_free)]
-        taken += [self.index.evict() for _ in range(missing - from_free)]
+        taken += [self.index.evict() for _ in range(count - from_free)]
         for block in taken:
             self._references[block] += 1
-        table.extend(taken)
+        return taken
+
+    def bring_back(self, table: BlockTable, digests: SequenceOf[bytes]) -> None:
+        """Extends a table by blocks that the host tier has. The caller has asked `can_allocate` for all that it is to cover."""
+        assert self._host is not None, "there is no host tier"
+        # Out of there first: taking blocks for them moves others to it.
+        kept = self._host.take(digests)
+        blocks = self._take(len(digests))
+        self._host.bring_back([slot for slot, _ in kept], blocks)
+        for block, digest, (_, parent) in zip(blocks, digests, kept, strict=True):
+            self.index.bring_back(block, digest, parent)
+        table.extend(blocks)
 
     def slide(self, table: BlockTable, computed: int) -> None:
         """Takes back what no query at position `computed` or later can see any more."""
@@ -214,5 +233,7 @@ class BlockPool:
                 references[block] += 1
         assert references == self._references, "reference counts disagree with the tables"
         self.index.check(references)
+        if self._host is not None:
+            self._host.check()
         unreferenced = [block for block, count in enumerate(references) if count == 0 and block not in self.index]
         assert sorted(self._free) == unreferenced, "the free list is not the unreferenced blocks that are not cached"

@@ -15,6 +15,7 @@ import structlog
 
 from tokenmill_executor.batch import Advance, build_batch
 from tokenmill_executor.blocks import BlockPool
+from tokenmill_executor.host_tier import HostTier
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
 from tokenmill_executor.runner import DeviceLost, Runner, SampledLogprobs, StepOutput
@@ -59,11 +60,14 @@ class Engine:
         max_num_seqs: int,
         clock: Callable[[], float] = time.perf_counter,
         hasher: PrefixHasher | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
-        """Makes the runner allocate its cache. Without a `hasher` no prefix is cached."""
+        """Makes the runner allocate its cache, and host memory for evicted blocks. Without a `hasher` no prefix is cached."""
+        assert hasher is not None or num_host_blocks == 0, "the host tier is part of the prefix cache"
         runner.allocate(num_blocks, block_size)
         self._runner = runner
-        self._pool = BlockPool(num_blocks, block_size, runner.description.block_groups)
+        self._host = HostTier(runner.host_memory(num_host_blocks), num_host_blocks, block_size) if num_host_blocks else None
+        self._pool = BlockPool(num_blocks, block_size, runner.description.block_groups, self._host)
         self._sequences: dict[int, Sequence] = {}
         self._most_known = _KNOWN_PER_STEP * max_num_seqs
         description = runner.description
@@ -116,6 +120,11 @@ class Engine:
         return self._pool.counts()
 
     @property
+    def host_tier(self) -> HostTier | None:
+        """For its figures, which may be asked on any thread."""
+        return self._host
+
+    @property
     def evicted_blocks(self) -> int:
         """Cached blocks taken for other use, so far. May be asked on any thread."""
         return self._pool.index.evictions
@@ -156,13 +165,19 @@ class Engine:
             sequence = self._sequences.get(sequence_id)
             if sequence is None or most < 1:
                 continue
-            start = sequence.computed or self._share_prefix(sequence)
+            start, kept = sequence.computed, 0
+            if start == 0:
+                start = self._share_prefix(sequence)
+                kept = self._worth_bringing_back(sequence)
+                start += kept * block_size
             end = min(start + most, len(sequence.token_ids))
-            if end <= sequence.table.count * block_size or self._take_blocks(sequence, end, faults):
+            if end <= sequence.table.count * block_size or self._take_blocks(sequence, end, kept, faults):
                 advances.append(Advance(entry, sequence, start, end))
             elif sequence.computed == 0:
                 # All or nothing: what it shares must not stay pinned while it waits.
                 self._pool.release(sequence.table)
+        if self._host is not None:
+            self._host.flush()
         return advances
 
     def _share_prefix(self, sequence: Sequence) -> int:
@@ -176,6 +191,13 @@ class Engine:
         most = (len(sequence.token_ids) - 1) // block_size
         self._hasher.extend(sequence.digests, sequence.root, sequence.token_ids, most)
         return self._pool.share(sequence.table, sequence.digests[:most]) * block_size
+
+    def _worth_bringing_back(self, sequence: Sequence) -> int:
+        """Blocks of the host tier that follow those it shares, and that are copied sooner than computed anew."""
+        if self._host is None:
+            return 0
+        most = (len(sequence.token_ids) - 1) // self._pool.block_size
+        return self._host.worth_bringing_back(sequence.digests[sequence.table.count : most])
 
     def _share_prompt(self, sequence: Sequence) -> int:
         """As `_share_prefix`, from the sequence that it is a fork of; with a prefix cache, that one's blocks are in there.
@@ -193,7 +215,8 @@ class Engine:
             return 0
         return self._pool.fork(sequence.table, other.table, count) * block_size
 
-    def _take_blocks(self, sequence: Sequence, end: int, faults: list[Fault]) -> bool:
+    def _take_blocks(self, sequence: Sequence, end: int, kept: int, faults: list[Fault]) -> bool:
+        """Those up to position `end`, the first `kept` of them from the host tier; all, or none and a fault."""
         known = len(sequence.token_ids)
         needed = self._pool.least_for(known)
         if needed > self._pool.num_blocks:
@@ -206,6 +229,9 @@ class Engine:
                 Fault(sequence.sequence_id, SequenceFault.NO_BLOCKS, f"{missing} more blocks are wanted, too few are free")
             )
             return False
+        if kept:
+            count = sequence.table.count
+            self._pool.bring_back(sequence.table, sequence.digests[count : count + kept])
         self._pool.allocate(sequence.table, end)
         return True
 
@@ -241,7 +267,11 @@ class Engine:
 
     def _step(self, advances: SequenceOf[Advance]) -> _Part:
         batch = build_batch(advances, self._pool.block_size, self._pool.num_groups)
-        return _Part(advances, batch.sample_rows.tolist(), self._runner.step(batch))
+        output = self._runner.step(batch)
+        # Only steps that are mostly chunks tell what a token more costs: decodes take their time whether they are few or many.
+        if self._host is not None and len(batch.token_ids) >= 2 * len(batch.context_lens):
+            self._host.computed(len(batch.token_ids), output.forward_s)
+        return _Part(advances, batch.sample_rows.tolist(), output)
 
     def _collect(self, part: _Part, columns: _Columns) -> None:
         if part.error:

@@ -12,15 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import structlog
 from prometheus_client import Metric
 
 from tokenmill_executor.engine import Engine
-from tokenmill_executor.metrics import Metrics
+from tokenmill_executor.metrics import Metrics, Offload
 from tokenmill_executor.records import Plan, Result, Standing
 from tokenmill_executor.runner import DeviceLost
 from tokenmill_executor.wire import ServiceTimes
 
+log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
+# Idle for so long, the engine is not likely to be wanted in the milliseconds that a look at all blocks takes.
+_CHECK_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +37,16 @@ class Answer:
 class EngineThread:
     """Methods are called on the event loop's thread; the futures they return are that loop's."""
 
-    def __init__(self) -> None:
+    def __init__(self, check_after_s: float = _CHECK_AFTER_S) -> None:
         self.metrics = Metrics()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._engine: Engine | None = None
         self._idle_since_s = time.perf_counter()
         self._lost: DeviceLost | None = None
+        self._check_after_s = check_after_s
+        self._check: asyncio.TimerHandle | None = None
+        self._plans_begun = 0
+        self._closing = False
 
     @property
     def loaded(self) -> bool:
@@ -60,6 +69,7 @@ class EngineThread:
         arrived_s = time.perf_counter()
         answer = self.run(lambda: self._carry_out(plan, wanted, began, arrived_s))
         self.metrics.plans_queued += 1
+        self._plans_begun += 1
         answer.add_done_callback(self._answered)
         return answer
 
@@ -71,6 +81,9 @@ class EngineThread:
 
     async def close(self, timeout_s: float) -> bool:
         """Drops what waits, and says whether the job in progress was over within `timeout_s`."""
+        self._closing = True
+        if self._check is not None:
+            self._check.cancel()
         last = self.run(lambda: None)
         self._pool.shutdown(wait=False)
         done, _ = await asyncio.wait([last], timeout=timeout_s)
@@ -78,6 +91,7 @@ class EngineThread:
 
     def _answered(self, future: asyncio.Future[Answer | None]) -> None:
         self.metrics.plans_queued -= 1
+        self._check_later()
         if not future.cancelled() and future.exception() is None and (answer := future.result()) is not None:
             self.metrics.carried_out(answer.result, answer.times)
 
@@ -85,10 +99,37 @@ class EngineThread:
         if not future.cancelled() and future.exception() is None:
             self.metrics.blocks = future.result().blocks
 
+    def _check_later(self) -> None:
+        """The books are checked once after each time of work, when the engine has had nothing to do for a while."""
+        if self._check is None and self.metrics.plans_queued == 0 and not self._closing:
+            self._check = asyncio.get_running_loop().call_later(self._check_after_s, self._check_if_idle, self._plans_begun)
+
+    def _check_if_idle(self, plans_begun: int) -> None:
+        self._check = None
+        if plans_begun != self._plans_begun:
+            self._check_later()
+        else:
+            self.run(self._check_books).add_done_callback(self._checked)
+
+    def _check_books(self) -> AssertionError | None:
+        assert self._engine is not None
+        try:
+            self._engine.check()
+        except AssertionError as error:
+            return error
+        return None
+
+    def _checked(self, future: asyncio.Future[AssertionError | None]) -> None:
+        if not future.cancelled() and (error := future.result()) is not None:
+            self.metrics.integrity_failures += 1
+            log.error("integrity_check_failed", exc_info=error)
+
     def gather(self) -> list[Metric]:
         """The figures as they stand."""
         if self._engine is not None:
             self.metrics.evicted_blocks = self._engine.evicted_blocks
+            if (tier := self._engine.host_tier) is not None:
+                self.metrics.offload = Offload(tier.num_blocks, len(tier), tier.copied_out, tier.copied_in, tier.dropped)
         return self.metrics.families()
 
     def _carry_out(self, plan: Plan, wanted: Callable[[], bool], began: Callable[[Plan], None], arrived_s: float) -> Answer | None:

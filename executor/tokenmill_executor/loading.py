@@ -100,6 +100,22 @@ def make_hasher(settings: Settings, runner: Runner) -> PrefixHasher | None:
     return PrefixHasher(digest, f"{description.model} {description.dtype} {settings.kv_cache_dtype}", settings.block_size)
 
 
+def count_host_blocks(settings: Settings, runner: Runner, hasher: PrefixHasher | None) -> int:
+    """Evicted blocks that host memory is to hold. Raises SettingsError."""
+    size_bytes = int(settings.kv_offloading_size * (1 << 30))
+    if size_bytes == 0:
+        return 0
+    if hasher is None:
+        raise SettingsError(
+            "--kv-offloading-size keeps blocks of the prefix cache, and no prefix is cached: --no-enable-prefix-caching, or a "
+            "model with sliding windows"
+        )
+    block_bytes = runner.block_bytes(settings.block_size)
+    if size_bytes < block_bytes:
+        raise SettingsError(f"--kv-offloading-size {settings.kv_offloading_size:g} GiB holds no block of {block_bytes} bytes")
+    return size_bytes // block_bytes
+
+
 class Loader:
     """Two steps, since the first runs on the engine's thread and the second needs the bound address: `load`, then `service`."""
 
@@ -108,6 +124,7 @@ class Loader:
         self._make_runner = make_runner
         self._runner: Runner | None = None
         self._num_blocks = 0
+        self._num_host_blocks = 0
         self._hasher: PrefixHasher | None = None
 
     def load(self) -> Engine:
@@ -122,7 +139,15 @@ class Loader:
                 advice="longer sequences will fail: raise --kv-cache-memory-bytes or lower --max-model-len",
             )
         self._hasher = make_hasher(self._settings, runner)
-        return Engine(runner, self._num_blocks, self._settings.block_size, self._settings.max_num_seqs, hasher=self._hasher)
+        self._num_host_blocks = count_host_blocks(self._settings, runner, self._hasher)
+        return Engine(
+            runner,
+            self._num_blocks,
+            self._settings.block_size,
+            self._settings.max_num_seqs,
+            hasher=self._hasher,
+            num_host_blocks=self._num_host_blocks,
+        )
 
     def service(self, name: str) -> Service:
         assert self._runner is not None

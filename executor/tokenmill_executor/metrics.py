@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -19,16 +20,30 @@ from tokenmill_executor.wire import ServiceTimes
 _PREFIX = "tokenmill_executor_"
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The host tier: blocks it can hold and holds, and such as moved out to it, back in, or left the cache from it."""
+
+    total: int = 0
+    used: int = 0
+    copied_out: int = 0
+    copied_in: int = 0
+    dropped: int = 0
+
+
 class Metrics:
     """`plans_queued` are those received and not answered. `blocks` stand as after the last step; None before the model is loaded.
 
-    `evicted_blocks` were cached, and were taken for other use.
+    `evicted_blocks` were cached, and were taken for other use. `offload` is None without a host tier. `integrity_failures` are
+    looks at idle times that found books that do not balance.
     """
 
     def __init__(self) -> None:
         self.plans_queued = 0
         self.blocks: Blocks | None = None
         self.evicted_blocks = 0
+        self.offload: Offload | None = None
+        self.integrity_failures = 0
         # What serves, by the names of labels.
         self.description: Mapping[str, str] = {}
         self._steps = 0
@@ -57,6 +72,9 @@ class Metrics:
         parts = [((part,), histogram) for part, histogram in self._parts.items()]
         faults = {fault.name.lower(): self._faults[fault] for fault in SequenceFault}
         blocks = self.blocks or Blocks(0, 0, 0)
+        offload = self.offload or Offload()
+        host = {"used": offload.used, "free": offload.total - offload.used}
+        copies = {"out": offload.copied_out, "in": offload.copied_in}
         held = {"held": blocks.held, "cached": blocks.cached, "free": blocks.free}
         return [
             InfoMetricFamily("tokenmill_executor", "What serves here", dict(self.description)),
@@ -68,6 +86,15 @@ class Metrics:
             _counter("sampled_tokens", "Tokens made", self._sampled_tokens),
             _labelled(GaugeMetricFamily(f"{_PREFIX}blocks", "KV blocks", labels=["state"]), held),
             _counter("evicted_blocks", "Cached blocks that were taken for other use", self.evicted_blocks),
+            _labelled(
+                GaugeMetricFamily(f"{_PREFIX}kv_offload_blocks", "Blocks of host memory for those evicted", labels=["state"]), host
+            ),
+            _labelled(
+                CounterMetricFamily(f"{_PREFIX}kv_offload_copied_blocks", "Blocks copied to and from it", labels=["direction"]),
+                copies,
+            ),
+            _counter("kv_offload_dropped_blocks", "Blocks that left the prefix cache from host memory", offload.dropped),
+            _counter("integrity_failures", "Looks at idle times that found KV blocks miscounted", self.integrity_failures),
             _labelled(CounterMetricFamily(f"{_PREFIX}faults", "Sequences a step could not advance", labels=["fault"]), faults),
             GaugeMetricFamily(f"{_PREFIX}plans_queued", "Plans received and not answered", self.plans_queued),
         ]

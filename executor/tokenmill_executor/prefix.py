@@ -14,11 +14,12 @@ import hashlib
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice
 
+from tokenmill_executor.host_tier import HostTier
 from tokenmill_executor.records import PrefixChanges
 
 HASH_ALGORITHMS = ("sha256", "xxhash")
@@ -75,10 +76,12 @@ def short_hash(digest: bytes) -> int:
 class PrefixIndex:
     """From digest to block, and an LRU of the indexed blocks that nobody references.
 
-    Changes gather until `take_changes`. `evictions` counts blocks that were forgotten for other use.
+    With a `host` tier what is evicted moves there; it still counts as stored until that drops it. Changes gather until
+    `take_changes`. `evictions` counts blocks that were taken for other use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostTier | None = None) -> None:
+        self._host = host
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, tuple[bytes, int]] = {}
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
@@ -109,8 +112,14 @@ class PrefixIndex:
         if known == block and block not in self._digests:
             above = 0 if parent is None else short_hash(parent)
             self._digests[block] = (digest, above)
-            self._stored[short_hash(digest)] = above
+            if self._host is None or not self._host.forget(digest):
+                self._stored[short_hash(digest)] = above
         return known
+
+    def bring_back(self, block: int, digest: bytes, parent: int) -> None:
+        """Indexes a referenced block that comes from the host tier; `parent` is the hash of the block before it."""
+        self._blocks[digest] = block
+        self._digests[block] = (digest, parent)
 
     def reference(self, block: int) -> None:
         """Somebody holds it again."""
@@ -121,21 +130,23 @@ class PrefixIndex:
         self._unreferenced[block] = None
 
     def evict(self) -> int:
-        """Forgets the block that has been unreferenced longest, and returns it for other use."""
+        """Gives up the block that has been unreferenced longest, and returns it for other use."""
         block, _ = self._unreferenced.popitem(last=False)
         self.evictions += 1
-        digest, _ = self._digests.pop(block)
+        digest, parent = self._digests.pop(block)
         del self._blocks[digest]
-        told = short_hash(digest)
-        # One that was never told needs no word.
-        if self._stored.pop(told, None) is None:
-            self._dropped.append(told)
+        gone = digest if self._host is None else self._host.keep(block, digest, parent)
+        if gone is not None:
+            told = short_hash(gone)
+            # One that was never told needs no word.
+            if self._stored.pop(told, None) is None:
+                self._dropped.append(told)
         return block
 
     def tell_all(self) -> None:
         """A new scheduler knows nothing: all that is indexed counts as stored just now, each block after its parent."""
         self._dropped = []
-        self._stored = {short_hash(digest): parent for digest, parent in self._digests.values()}
+        self._stored = {short_hash(digest): parent for digest, parent in self._everything()}
 
     def take_changes(self) -> PrefixChanges:
         """What has changed since the last time, the stored ones beyond MOST_TOLD left for the next."""
@@ -146,16 +157,25 @@ class PrefixIndex:
         self._stored = dict(islice(self._stored.items(), MOST_TOLD, None))
         return PrefixChanges(dropped, tuple(stored), tuple(stored.values()))
 
+    def _everything(self) -> Iterator[tuple[bytes, int]]:
+        """Digests with the hash of the block before, on the device and then in the host tier; that one comes first."""
+        yield from self._digests.values()
+        if self._host is not None:
+            yield from self._host.items()
+
     def check(self, references: SequenceOf[int]) -> None:
         """Raises AssertionError unless the index agrees with itself and with the reference counts, and every parent outlives its
         blocks. O(blocks)."""
+        indexed: set[int] = set()
+        for digest, parent in self._everything():
+            assert parent == 0 or parent in indexed, "a block is indexed and its parent is not"
+            assert short_hash(digest) not in indexed, "a block is indexed on the device and in the host tier"
+            indexed.add(short_hash(digest))
         assert self._blocks == {digest: block for block, (digest, _) in self._digests.items()}, "digests and blocks disagree"
         unreferenced = [block for block in self._digests if references[block] == 0]
         assert sorted(self._unreferenced) == sorted(unreferenced), "the LRU is not the indexed blocks without references"
         turn = {short_hash(self._digests[block][0]): place for place, block in enumerate(self._unreferenced)}
-        indexed = {short_hash(digest) for digest, _ in self._digests.values()}
         for block, (digest, parent) in self._digests.items():
-            assert parent == 0 or parent in indexed, "a block is indexed and its parent is not"
             if references[block]:
                 assert parent not in turn, "a block is held and its parent is not"
             elif parent in turn:

@@ -134,6 +134,22 @@ class DeviceLost(Exception):
     """The device is beyond use: no step can succeed in this process any more, whatever its batch."""
 
 
+class HostMemory(Protocol):
+    """Slots of host memory for blocks of the KV cache. Used by the thread that makes the steps.
+
+    Copies and steps take effect in the order they are asked for, though a copy may go on while the host does something else.
+    """
+
+    def copy_out(self, blocks: SequenceOf[int], slots: SequenceOf[int]) -> None:
+        """From blocks of the cache to slots, all distinct. Raises DeviceLost, as `Runner.step` does."""
+
+    def copy_in(self, slots: SequenceOf[int], blocks: SequenceOf[int]) -> None:
+        """From slots to blocks of the cache, all distinct. Raises DeviceLost."""
+
+    def take_measured(self) -> tuple[int, float]:
+        """Blocks whose copies are over since the last time, and the seconds these took."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerDescription:
     model: str
@@ -158,6 +174,9 @@ class Runner(Protocol):
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache. Called once, before the first step."""
+
+    def host_memory(self, num_blocks: int) -> HostMemory:
+        """Makes so many slots beside the KV cache. Called at most once, after `allocate`."""
 
     def step(self, batch: Batch) -> StepOutput:
         """One forward pass and its sampling.

@@ -66,6 +66,7 @@ class Settings:
     attention_sinks: int
     enable_prefix_caching: bool
     prefix_caching_hash_algo: str
+    kv_offloading_size: float
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -184,6 +185,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "default": "sha256",
             "help": "xxhash, from the package of that name, is faster, but prompts can be made that pass for one another, and the "
             "scheduler cannot foretell what is cached",
+        },
+        "--kv-offloading-size": {
+            "type": number,
+            "default": 0.0,
+            "help": "GiB of host memory for blocks that the prefix cache has no room for, those of preempted sequences among them: "
+            "they are copied back where that is quicker than to compute them; 0: none; on a CPU it is the same memory as the cache",
         },
     },
     "steps": {

@@ -23,7 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill_executor.runner import ONE_GROUP, Batch, BlockGroup, RunnerDescription, SampledLogprobs, SamplingInput, StepOutput
+from tokenmill_executor.runner import (
+    ONE_GROUP,
+    Batch,
+    BlockGroup,
+    HostMemory,
+    RunnerDescription,
+    SampledLogprobs,
+    SamplingInput,
+    StepOutput,
+)
 from tokenmill_executor.simulated_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, tokenizer_files
 
 FIRST_TOKEN = 32
@@ -31,6 +40,7 @@ NUM_TOKENS = 95
 # As Llama 3 8B in bfloat16: 32 layers of K and V with 8 heads of 128.
 _KV_BYTES_PER_TOKEN = 32 * 2 * 8 * 128 * 2
 _DEFAULT_KV_BYTES = 4 << 30
+_BLOCK_COPY_S = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,28 @@ def simulated_token(digest: int, seed: int, position: int) -> int:
 def _die() -> None:
     """No last words."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SimulatedHostMemory:
+    """Copies that take as long as 2 MiB blocks do over PCIe 4."""
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self._sleep = sleep
+        self._measured = 0
+
+    def copy_out(self, blocks: SequenceOf[int], slots: SequenceOf[int]) -> None:
+        self._copy(len(blocks))
+
+    def copy_in(self, slots: SequenceOf[int], blocks: SequenceOf[int]) -> None:
+        self._copy(len(blocks))
+
+    def take_measured(self) -> tuple[int, float]:
+        count, self._measured = self._measured, 0
+        return count, count * _BLOCK_COPY_S
+
+    def _copy(self, count: int) -> None:
+        self._sleep(count * _BLOCK_COPY_S)
+        self._measured += count
 
 
 class SimulatedRunner:
@@ -98,6 +130,9 @@ class SimulatedRunner:
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """There is no cache."""
+
+    def host_memory(self, num_blocks: int) -> HostMemory:
+        return SimulatedHostMemory(self._sleep)
 
     def step(self, batch: Batch) -> StepOutput:
         started_s = time.perf_counter()

@@ -35,6 +35,35 @@ def oracle_token(context: Sequence[int]) -> int:
 
 
 @dataclass
+class OracleHostMemory:
+    """Holds what the slots of copied blocks held. `measured` is what the next look at the copies' times gives."""
+
+    num_slots: int
+    block_size: int
+    cache: dict[int, tuple[int, int, int]]
+    measured: tuple[int, float] = (0, 0.0)
+    held: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+    def copy_out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        assert len(set(slots)) == len(slots) == len(set(blocks)) == len(blocks)
+        assert all(0 <= slot < self.num_slots for slot in slots)
+        for block, slot in zip(blocks, slots, strict=True):
+            self.held[slot] = [self.cache[place] for place in self._places(block)]
+
+    def copy_in(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        assert len(set(slots)) == len(slots) == len(set(blocks)) == len(blocks)
+        for block, slot in zip(blocks, slots, strict=True):
+            self.cache.update(zip(self._places(block), self.held[slot], strict=True))
+
+    def take_measured(self) -> tuple[int, float]:
+        measured, self.measured = self.measured, (0, 0.0)
+        return measured
+
+    def _places(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
+
+
+@dataclass
 class OracleRunner:
     """`script` gives a sequence's output tokens by index instead of the oracle. `gate`, if set, holds each step till it is open.
 
@@ -55,6 +84,7 @@ class OracleRunner:
         self._cache: dict[int, tuple[int, int, int]] = {}
         self._block_size = 0
         self._num_slots = 0
+        self.host: OracleHostMemory | None = None
 
     def block_bytes(self, block_size: int) -> int:
         return block_size * 100
@@ -64,6 +94,10 @@ class OracleRunner:
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self._block_size, self._num_slots = block_size, num_blocks * block_size
+
+    def host_memory(self, num_blocks: int) -> OracleHostMemory:
+        self.host = OracleHostMemory(num_blocks, self._block_size, self._cache)
+        return self.host
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return {"tokenizer.json": b"{}" * 600_000, "tokenizer_config.json": b"{}"}

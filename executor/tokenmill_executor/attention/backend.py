@@ -107,6 +107,9 @@ class AttentionBackend(Protocol):
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the cache, dropping an earlier one."""
 
+    def storage(self) -> list[torch.Tensor]:
+        """The tensors of the cache, [num_blocks, ...] each and contiguous: all that a block holds is in its rows."""
+
     def prepare(self, batch: AttentionBatch) -> None:
         """Does what all layers of this step share."""
 

@@ -75,6 +75,9 @@ class ReferenceAttention:
         self._keys = self._shape.make_cache(num_blocks, block_size)
         self._values = self._shape.make_cache(num_blocks, block_size)
 
+    def storage(self) -> list[torch.Tensor]:
+        return [*self._keys, *self._values]
+
     def prepare(self, batch: AttentionBatch) -> None:
         self._slots = batch.slots_on_device
         self._block_tables = batch.block_tables

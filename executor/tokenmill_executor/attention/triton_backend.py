@@ -95,6 +95,9 @@ class TritonAttention:
         self._keys = self._shape.make_cache(num_blocks, block_size)
         self._values = self._shape.make_cache(num_blocks, block_size)
 
+    def storage(self) -> list[torch.Tensor]:
+        return [*self._keys, *self._values]
+
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         """Into how many parts, a power of two, each sequence's positions are split."""
         to_fill = self._programs_wanted / (num_sequences * self._shape.num_kv_heads)

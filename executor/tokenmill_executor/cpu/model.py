@@ -59,6 +59,7 @@ class CpuModel:
             self._record = self._load(max_model_len, threads)
         del self._packer
         self._cache: HugeArena | None = None
+        self._storage: list[torch.Tensor] = []
         self._workspace = HugeArena(0)
         self._workspace_bytes = 0
 
@@ -75,16 +76,20 @@ class CpuModel:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache, dropping an earlier one."""
         self._check_block_size(block_size)
-        self._cache = None
+        self._cache, self._storage = None, []
         size = num_blocks * self._layer_block_bytes()
         places = self._layout.layers_per_group
         self._cache = HugeArena(2 * places * padded_bytes((size,), torch.uint8))
         # K and V of each place of a group side by side, as a layer reads them.
-        caches = [[self._cache.take((size,), torch.uint8).data_ptr() for _ in "kv"] for _ in range(places)]
+        self._storage = [self._cache.take((size,), torch.uint8) for _ in range(2 * places)]
         for layer, (group, place) in zip(self._layers, self._layout.places, strict=True):
             layer.group = group
-            layer.k_cache, layer.v_cache = caches[place]
+            layer.k_cache, layer.v_cache = (cache.data_ptr() for cache in self._storage[2 * place : 2 * place + 2])
         self._record.num_blocks = num_blocks
+
+    def storage(self) -> list[torch.Tensor]:
+        """The KV cache, [num_blocks, bytes] each."""
+        return [cache.view(self._record.num_blocks, -1) for cache in self._storage]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32.

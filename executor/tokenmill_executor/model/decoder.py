@@ -86,6 +86,10 @@ class Decoder:
         """Makes the KV cache, dropping an earlier one."""
         self._attention.allocate(num_blocks, block_size)
 
+    def storage(self) -> list[torch.Tensor]:
+        """The KV cache, [num_blocks, ...] each."""
+        return self._attention.storage()
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32, on the device.
 

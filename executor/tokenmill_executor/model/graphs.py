@@ -78,6 +78,9 @@ class GraphedDecoder:
         for size in reversed(self._sizes):
             self._replay_for(size, self._attention.decode_splits(size, 1))
 
+    def storage(self) -> list[torch.Tensor]:
+        return self._decoder.storage()
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """As `Decoder.forward`. Logits from a graph are good until the next step."""
         count = len(batch.context_lens)

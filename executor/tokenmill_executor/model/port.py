@@ -23,5 +23,8 @@ class Model(Protocol):
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache, dropping an earlier one."""
 
+    def storage(self) -> list[torch.Tensor]:
+        """The tensors of the KV cache, [num_blocks, ...] each and contiguous: all that a block holds is in its rows."""
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32."""

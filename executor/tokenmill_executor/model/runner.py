@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, is_lost
+from tokenmill_executor.model.host_memory import TorchHostMemory
 from tokenmill_executor.model.port import Model
-from tokenmill_executor.runner import Batch, DeviceLost, RunnerDescription, StepOutput
+from tokenmill_executor.runner import Batch, DeviceLost, HostMemory, RunnerDescription, StepOutput
 from tokenmill_executor.sampling import Sampler
 
 
@@ -43,6 +44,9 @@ class TorchRunner:
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self._model.allocate(num_blocks, block_size)
+
+    def host_memory(self, num_blocks: int) -> HostMemory:
+        return TorchHostMemory(self._model.storage(), num_blocks, self._device)
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:

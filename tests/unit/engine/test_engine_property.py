@@ -1,5 +1,6 @@
 """Random plans on a small pool: blocks are conserved, no token is crossed, whatever order things come in, with and without a
-prefix cache. The runner reads every context back through the block table, so a block shared by mistake shows."""
+prefix cache, and with a host tier of a few blocks or many behind it. The runner reads every context back through the block table,
+so a block shared or copied by mistake shows."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def blocks_held(group: BlockGroup, computed: int, size: int) -> int:
     kept = {position // size for position in range(computed)}
     if group.sliding_window is not None:
         sinks = set(range(-(-group.sinks // size)))
-        kept &= sinks | {position // size for position in range(max(0, computed - group.sliding_window + 1), computed)}
+        # Up to the token to come: the rest of its block is kept to be written to.
+        kept &= sinks | {position // size for position in range(max(0, computed - group.sliding_window + 1), computed + 1)}
     return len(kept)
 
 
@@ -60,20 +62,28 @@ class RandomPlans(RuleBasedStateMachine):
         self.plan_id = 0
         self.blocks: Blocks | None = None
 
-    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4), caching=st.booleans(), groups=st.sampled_from(GROUPS))
-    def start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...]) -> None:
+    @initialize(
+        num_blocks=st.integers(2, 8),
+        block_size=st.integers(1, 4),
+        caching=st.booleans(),
+        groups=st.sampled_from(GROUPS),
+        num_host_blocks=st.sampled_from([0, 1, 2, 5, 40]),
+    )
+    def start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...], num_host_blocks: int) -> None:
         self.groups = groups
         self.num_blocks = num_blocks * len(groups)
         self.block_size = block_size
         self.caching = caching = caching and groups == ONE_GROUP
         self.forked = False
         self.mirror: set[int] = set()
+        self.runner = OracleRunner(MAX_MODEL_LEN, groups=groups)
         self.engine = Engine(
-            OracleRunner(MAX_MODEL_LEN, groups=groups),
+            self.runner,
             self.num_blocks,
             block_size,
             max_num_seqs=4,
             hasher=hasher(block_size) if caching else None,
+            num_host_blocks=num_host_blocks if caching else 0,
         )
 
     @rule(data=st.data())
@@ -87,8 +97,14 @@ class RandomPlans(RuleBasedStateMachine):
         named = sorted({*self.live, *(sequence_id for sequence_id, _ in self.gone[-2:])})
         ids = data.draw(st.lists(st.sampled_from(named), max_size=4, unique=True) if named else st.just([]), "advance")
         most = [data.draw(st.integers(0, 9)) for _ in ids]
+        self._measure(data)
         self.plan_id += 1
         self._compare(self.engine.carry_out(Plan(1, self.plan_id, release, admit, ids, most)), most)
+
+    def _measure(self, data: st.DataObject) -> None:
+        """So that copying back is at times the cheaper way, at times not."""
+        if self.runner.host is not None:
+            self.runner.host.measured = data.draw(st.sampled_from([(0, 0.0), (1, 0.0), (1, 1e9)]), "copies")
 
     def _admission(self, data: st.DataObject) -> Admission:
         sequence_id, self.next_id = self.next_id, self.next_id + 1
@@ -173,7 +189,10 @@ class RandomPlans(RuleBasedStateMachine):
         if not self.caching:
             assert self.blocks.cached == 0
             assert self.forked or self.blocks.held == sum(held)
-        assert self.mirror == {short_hash(digest) for digest in self.engine._pool.index._blocks}
+        here = {short_hash(digest) for digest in self.engine._pool.index._blocks}
+        host = set() if self.engine.host_tier is None else {short_hash(digest) for digest, _ in self.engine.host_tier.items()}
+        assert self.mirror == here | host
+        assert not here & host
 
     @precondition(lambda self: self.plan_id > 0)
     @rule()
@@ -190,7 +209,8 @@ class RandomPlans(RuleBasedStateMachine):
         """Nothing is held, what is cached stays, and the next scheduler is told all of it."""
         standing = self.engine.release_all()
         self.blocks = standing.blocks
-        assert standing.blocks == Blocks(self.num_blocks - len(self.mirror), len(self.mirror), 0)
+        cached = len(self.mirror) - (0 if self.engine.host_tier is None else len(self.engine.host_tier))
+        assert standing.blocks == Blocks(self.num_blocks - cached, cached, 0)
         assert set(standing.prefix.stored) == self.mirror
         assert not standing.prefix.dropped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenmill_executor.loading import Loader, count_blocks
+from tokenmill_executor.loading import Loader, count_blocks, count_host_blocks, make_hasher
 from tokenmill_executor.settings import parse_settings, resolve_model
 from tokenmill_service.address import bound_address, check_address, default_name, lock_address, write_port_file
 from tokenmill_service.flags import SettingsError
@@ -135,3 +135,25 @@ def test_the_port_file_holds_the_address(tmp_path: Path) -> None:
     write_port_file(tmp_path / "port", "127.0.0.1:4242")
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
     assert (tmp_path / "port").read_text() == "127.0.0.1:4242"
+
+
+def test_host_memory_in_gib_becomes_blocks() -> None:
+    runner = OracleRunner()
+
+    def count(*flags: str) -> int:
+        settings = parse_settings([*MODEL, "--block-size", "4", *flags], {})
+        return count_host_blocks(settings, runner, make_hasher(settings, runner))
+
+    assert count() == count("--kv-offloading-size", "0") == 0
+    assert count("--kv-offloading-size", "0.5") == (1 << 29) // runner.block_bytes(4)
+    with pytest.raises(SettingsError, match="holds no block of 400 bytes"):
+        count("--kv-offloading-size", "1e-7")
+    with pytest.raises(SettingsError, match="no prefix is cached"):
+        count("--kv-offloading-size", "1", "--no-enable-prefix-caching")
+
+
+def test_a_loaded_engine_has_the_host_tier_that_was_asked_for() -> None:
+    settings = parse_settings([*MODEL, "--num-gpu-blocks-override", "8", "--kv-offloading-size", "0.01"], {})
+    tier = Loader(settings).load().host_tier
+    assert tier is not None
+    assert tier.num_blocks == 5

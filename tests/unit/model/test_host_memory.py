@@ -1,0 +1,102 @@
+"""The host tier with real models: greedy tokens are the same with it, without it and when it is too small, while sequences are
+given up and taken up again in a pool that holds half of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from tokenmill_executor.engine import Engine
+from tokenmill_executor.host_tier import HostTier
+from tokenmill_executor.model import load_runner
+from tokenmill_executor.model.host_memory import TorchHostMemory
+from tokenmill_executor.runner import DeviceLost
+
+from tests.fakes.models import random_model
+from tests.unit.cpu.small_models import needs_kernels
+from tests.unit.engine.plans import Driver, admission, hasher
+
+OUTPUT = 20
+PATHS = [
+    pytest.param({"dtype": "float32", "block_size": 4}, id="torch"),
+    pytest.param({"dtype": "bfloat16", "block_size": 16}, id="kernels", marks=needs_kernels),
+    pytest.param({"dtype": "bfloat16", "block_size": 16, "kv_cache_dtype": "int8"}, id="kernels-int8", marks=needs_kernels),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    random_model("llama").save_pretrained(path)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
+    return path
+
+
+def take_turns(driver: Driver, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """Each in turn gets 6 tokens and is given up for the next. → output tokens, and how many tokens were found in the cache."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    cached, sequence_id = 0, 0
+    while any(len(output) < OUTPUT for output in outputs):
+        for prompt, output in zip(prompts, outputs, strict=True):
+            if len(output) == OUTPUT:
+                continue
+            sequence_id += 1
+            admit = [admission(sequence_id, prompt, output, OUTPUT, temperature=0.0, ignore_eos=True)]
+            for _ in range(6):
+                result = driver.plan({sequence_id: 64}, admit)
+                assert not result.faults
+                admit, cached = [], cached + sum(result.num_cached)
+                output += result.token_ids
+            driver.plan({}, release=[sequence_id])
+    return outputs, cached
+
+
+@pytest.mark.parametrize("settings", PATHS)
+def test_c19_tokens_after_swaps_are_those_of_a_run_that_computes_all(
+    folder: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A model as small as this may compute a block sooner than it is copied.
+    monkeypatch.setattr(HostTier, "_copying_is_cheaper", lambda _: True)
+    size = settings["block_size"]
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 211, (40 + length,), generator=generator).tolist() for length in range(4)]
+    found = {}
+    for num_host_blocks in (None, 0, 3, 64):
+        runner = load_runner(folder, device="cpu", threads=1, max_model_len=128, **settings)
+        caching = None if num_host_blocks is None else hasher(size)
+        engine = Engine(runner, 96 // size, size, max_num_seqs=4, hasher=caching, num_host_blocks=num_host_blocks or 0)
+        driver = Driver(engine)
+        found[num_host_blocks] = take_turns(driver, prompts)
+        tier = driver.engine.host_tier
+        assert tier is None or tier.copied_out > 0
+    assert found[0][0] == found[3][0] == found[64][0] == found[None][0]
+    # The pool alone keeps little of a sequence until its next turn, enough slots keep all but the last tokens.
+    assert found[None][1] == 0 <= found[0][1] < found[64][1]
+    assert found[64][1] >= 3 * 4 * 32
+
+
+def test_blocks_go_out_and_come_back_byte_by_byte() -> None:
+    """Also when there are more of them than are gathered at once."""
+    storage = [torch.randint(0, 255, (12, 3, 5), dtype=torch.uint8), torch.randn(12, 7), torch.randn(12, 2, 3).bfloat16()]
+    before = [tensor.clone() for tensor in storage]
+    memory = TorchHostMemory(storage, 9, torch.device("cpu"))
+    memory._staging = memory._staging[:2]
+    memory.copy_out([11, 0, 5, 6, 2], [8, 0, 3, 1, 4])
+    for tensor in storage:
+        tensor.zero_()
+    memory.copy_in([3, 8, 4], [1, 2, 3])
+    for tensor, old in zip(storage, before, strict=True):
+        assert torch.equal(tensor[1:4], old[[5, 11, 2]])
+        assert not tensor[4:].any()
+    blocks, seconds = memory.take_measured()
+    assert (blocks, seconds > 0) == (8, True)
+    assert memory.take_measured() == (0, 0.0)
+
+
+def test_after_a_copy_that_failed_the_cache_is_not_trusted() -> None:
+    memory = TorchHostMemory([torch.zeros(4, 2)], 2, torch.device("cpu"))
+    with pytest.raises(DeviceLost, match="KV cache and host memory"):
+        memory.copy_out([9], [0])
