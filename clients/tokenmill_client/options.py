@@ -9,6 +9,8 @@ from tokenmill_client.records import Lane
 
 # What a stream carries.
 OutputForm = Literal["text", "token_ids", "both"]
+# A lane as a word.
+LaneName = Literal["real_time", "standard", "batch"]
 
 
 class Message(TypedDict):
@@ -51,13 +53,13 @@ class PromptForms(TypedDict, total=False):
 class SubmitOptions(SamplingOptions, PromptForms, total=False):
     """`timeout` (seconds) is the request's: so long after it was accepted it ends as EXPIRED, with its tokens so far.
 
-    `queue_timeout` (seconds) ends it likewise if it has not run by then. `lane` matters under the scheduler's policy `priority`.
+    `queue_timeout` (seconds) ends it likewise if it has not run by then.
     """
 
     request_id: str
     model: str
     priority: int
-    lane: Lane
+    lane: Lane | LaneName
     timeout: float
     queue_timeout: float
     tenant: str

@@ -38,12 +38,16 @@ _SCALARS = frozenset(
 
 
 def generate(prompt: str | None, output: OutputForm, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """Raises TypeError unless exactly one form of a prompt is given, InvalidRequest where a value does not fit the message."""
+    """Raises TypeError for an option there is not, and unless exactly one form of a prompt is given; InvalidRequest where a value
+    does not fit the message.
+    """
+    _check_names(options, GenerateOptions)
     return inference_pb2.GenerateRequest(request=_request_spec(prompt, options), output=_output_options(output))
 
 
 def submit(prompt: str | None, options: SubmitOptions) -> inference_pb2.SubmitRequest:
     """Raises as `generate` does."""
+    _check_names(options, SubmitOptions)
     return inference_pb2.SubmitRequest(request=_request_spec(prompt, options))
 
 
@@ -64,11 +68,18 @@ def cancel(request_id: str, reason: str) -> inference_pb2.CancelRequest:
 
 def tokenize(prompt: str | None, model: str, forms: PromptForms) -> inference_pb2.TokenizeRequest:
     """Raises as `generate` does."""
+    _check_names(forms, PromptForms)
     return inference_pb2.TokenizeRequest(model=model, prompt=_prompt(prompt, forms))
 
 
 def list_models() -> inference_pb2.ListModelsRequest:
     return inference_pb2.ListModelsRequest()
+
+
+def _check_names(given: Mapping[str, object], options: Any) -> None:
+    """`options` is a TypedDict, which only type checkers look at: a misspelt one must not pass in silence."""
+    if unknown := given.keys() - options.__optional_keys__:
+        raise TypeError(f"There is no option {', '.join(sorted(unknown))}.")
 
 
 def _prompt(text: str | None, forms: PromptForms) -> inference_pb2.Prompt:
@@ -99,7 +110,8 @@ def _request_spec(text: str | None, options: SubmitOptions) -> inference_pb2.Req
                 setattr(spec, name, value)
     lane = options.get("lane")
     if lane is not None:
-        spec.lane = _lane(lane)
+        with _Field("lane"):
+            spec.lane = _lane(Lane(lane))
     for name, seconds in (("timeout", options.get("timeout")), ("queue_timeout", options.get("queue_timeout"))):
         if seconds is not None:
             with _Field(name):

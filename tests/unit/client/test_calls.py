@@ -79,6 +79,23 @@ async def test_exactly_one_form_of_a_prompt(client: AsyncClient, forms: dict[str
         await client.submit(**forms)  # type: ignore[arg-type]
 
 
+async def test_a_misspelt_option_is_refused(client: AsyncClient) -> None:
+    with pytest.raises(TypeError, match=r"There is no option max_token, seeed\."):
+        client.generate("hi", max_token=5, seeed=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="There is no option detached"):
+        await client.submit("hi", detached=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="There is no option text"):
+        await client.tokenize(text="hi")  # type: ignore[call-arg]
+
+
+async def test_a_lane_may_be_a_word(server: FakeServer, client: AsyncClient) -> None:
+    await client.submit("hi", request_id="mine", lane="batch")
+    assert server.requests["mine"].spec.lane == types_pb2.LANE_BATCH
+    with pytest.raises(InvalidRequest, match="'fast' is not a valid Lane") as caught:
+        await client.submit("hi", lane="fast")  # type: ignore[arg-type]
+    assert [field for field, _ in caught.value.violations] == ["lane"]
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
