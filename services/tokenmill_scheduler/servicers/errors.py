@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 import structlog
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -83,7 +83,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         method = handler_call_details.method
         if handler is None or not method.startswith("/tokenmill."):
             return handler  # type: ignore[no-any-return]
-        codecs = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        decode = handler.request_deserializer
+        codecs = {"request_deserializer": decode and _decoding(decode), "response_serializer": handler.response_serializer}
         failed = self._submit_failed if method in _SUBMITS else _ignore
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method, failed), **codecs)
@@ -129,11 +130,25 @@ def _known(error: Exception) -> tuple[int, str]:
     return _REASONS.get(type(_as_told(error)), (code_pb2.INTERNAL, ""))
 
 
+def _decoding(decode: Callable[[bytes], Message]) -> Callable[[bytes], Message | InvalidArgument]:
+    """What cannot be decoded reaches the guard as the error it is; gRPC would answer in the decoder's words, as if it were our fault."""
+
+    def decoded(data: bytes) -> Message | InvalidArgument:
+        try:
+            return decode(data)
+        except DecodeError:
+            return InvalidArgument.of("message", "it cannot be decoded as the protocol has it")
+
+    return decoded
+
+
 def _guard_unary(
     behaviour: Callable[[Message, Context], Awaitable[Message]], method: str, failed: Failed
-) -> Callable[[Message, Context], Awaitable[Message]]:
-    async def guarded(request: Message, context: Context) -> Message:
+) -> Callable[[Message | InvalidArgument, Context], Awaitable[Message]]:
+    async def guarded(request: Message | InvalidArgument, context: Context) -> Message:
         try:
+            if isinstance(request, InvalidArgument):
+                raise request
             return await behaviour(request, context)
         except Exception as error:
             failed(error)
@@ -144,12 +159,14 @@ def _guard_unary(
 
 def _guard_stream(
     behaviour: Callable[[Message, Context], AsyncIterator[Message]], method: str, failed: Failed
-) -> Callable[[Message, Context], Awaitable[None]]:
+) -> Callable[[Message | InvalidArgument, Context], Awaitable[None]]:
     """grpc.aio leaves a generator whose client is gone to the garbage collector; here it is closed before the call ends."""
 
-    async def guarded(request: Message, context: Context) -> None:
+    async def guarded(request: Message | InvalidArgument, context: Context) -> None:
         accepted = False
         try:
+            if isinstance(request, InvalidArgument):
+                raise request
             async with aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]  # they are generators
                 async for response in responses:
                     accepted = True

@@ -37,6 +37,7 @@ class Served:
     inference: InferenceServiceAsyncStub
     admin: AdminServiceAsyncStub
     servicer: InferenceServicer
+    channel: grpc.aio.Channel
 
 
 def served_model(name: str = "tiny", max_model_len: int = 4096, pool_tokens: int = 4096) -> ServedModel:
@@ -59,5 +60,5 @@ async def served(desk: FakeDesk, tmp_path: Path) -> AsyncIterator[Served]:
     server.add_insecure_port(address)
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Served(desk, InferenceServiceStub(channel), AdminServiceStub(channel), servicer)
+        yield Served(desk, InferenceServiceStub(channel), AdminServiceStub(channel), servicer, channel)
     await server.stop(None)

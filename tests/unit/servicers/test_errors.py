@@ -51,6 +51,16 @@ def test_a_database_that_is_away_is_unavailable_in_our_words() -> None:
     assert "hunter2" not in status.message
 
 
+@pytest.mark.parametrize("method", ["Submit", "Generate"])
+async def test_what_is_no_message_of_the_protocol_is_the_callers_fault(served: Served, method: str) -> None:
+    path = f"/tokenmill.inference.v1.InferenceService/{method}"
+    channel: Any = served.channel  # the stubs want codecs; without them bytes go as they are
+    call = (channel.unary_unary if method == "Submit" else channel.unary_stream)(path)(b"\x0a\xff")
+    error = await refusal(call if method == "Submit" else call.read())
+    assert violations(error) == {"message": "it cannot be decoded as the protocol has it"}
+    assert detail(error, error_details_pb2.ErrorInfo).reason == "INVALID_ARGUMENT"
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_the_unforeseen_is_internal_with_an_id_and_never_in_its_own_words(served: Served, streamed: bool) -> None:
     def oracle(request: Request, index: int) -> int:
