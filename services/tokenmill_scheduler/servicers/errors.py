@@ -131,7 +131,7 @@ def _known(error: Exception) -> tuple[int, str]:
 
 
 def _decoding(decode: Callable[[bytes], Message]) -> Callable[[bytes], Message | InvalidArgument]:
-    """What cannot be decoded reaches the guard as the error it is; gRPC would answer in the decoder's words, as if it were our fault."""
+    """What cannot be decoded reaches the guard as an error; gRPC would answer in the decoder's words, as if it were our fault."""
 
     def decoded(data: bytes) -> Message | InvalidArgument:
         try:
