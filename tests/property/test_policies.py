@@ -67,10 +67,42 @@ def test_one_slot_serves_lanes_in_turn_and_each_in_the_order_of_the_policy(
     assert requests == expected
 
 
+def in_turn(requests: list[Request], policy: str, turn: int) -> Iterator[Request]:
+    """Every `turn`-th is the oldest, the others as the policy has them; `requests` in the order in which they arrived."""
+    left, since = list(requests), 0
+    while left:
+        ages = policy != "fcfs" and since + 1 >= turn
+        chosen = left[0] if ages else min(left, key=WITHIN[policy])
+        since = 0 if chosen is left[0] else since + 1
+        left.remove(chosen)
+        yield chosen
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @few
-@given(data=st.data(), slots=st.integers(1, 4), arrivals=st.lists(st.integers(0, 4), min_size=5, max_size=25))
-def test_priority_is_strict_and_equals_displace_nobody(data: st.DataObject, slots: int, arrivals: list[int]) -> None:
-    world = World(SchedulerConfig(max_num_seqs=slots, policy="priority"), description())
+@given(shapes=st.lists(SHAPES, min_size=2, max_size=12), turn=st.integers(1, 5), slots=st.integers(1, 12))
+def test_ageing_takes_its_turns_within_a_plan_as_across_plans(
+    policy: str, shapes: list[tuple[int, int, int | None, Lane, str]], turn: int, slots: int
+) -> None:
+    config = SchedulerConfig(max_num_seqs=slots, policy=policy, ageing_turn=turn, max_priority_wait_s=0.0)
+    world = World(config, description())
+    for seed, (priority, max_tokens, wait_s, _, _) in enumerate(shapes, 1):
+        world.submit(seed, max_tokens=max_tokens, priority=priority, deadline_s=None if wait_s is None else world.now_s + wait_s)
+    arrived = [record.request for record in world.records.values()]
+    world.drain()
+    assert [record.request for record in admitted(world)] == list(in_turn(arrived, policy, turn))
+
+
+@few
+@given(
+    data=st.data(),
+    slots=st.integers(1, 4),
+    turn=st.integers(1, 4),
+    arrivals=st.lists(st.integers(0, 4), min_size=5, max_size=25),
+)
+def test_priority_is_strict_and_equals_displace_nobody(data: st.DataObject, slots: int, turn: int, arrivals: list[int]) -> None:
+    """Whatever the turn of age: nobody here has waited long enough for it."""
+    world = World(SchedulerConfig(max_num_seqs=slots, policy="priority", ageing_turn=turn), description())
     for seed, priority in enumerate(arrivals, 1):
         world.submit(seed, max_tokens=data.draw(st.integers(2, 12)), priority=priority)
         seen = len(world.effects)

@@ -167,6 +167,18 @@ def test_a_lower_priority_does_not_overtake_a_higher_that_does_not_fit() -> None
     assert _admitted(world) == [1, 2, 4]
 
 
+def test_a_lower_lane_does_not_overtake_a_higher_that_does_not_fit() -> None:
+    world = World(SchedulerConfig(lane_shares=(0, 0, 0)), description(num_blocks=8))
+    world.submit(1, prompt=15, max_tokens=10, lane=Lane.REAL_TIME)
+    world.turn()
+    world.submit(2, prompt=28, max_tokens=1, lane=Lane.REAL_TIME)
+    world.submit(4, prompt=1, max_tokens=1)
+    world.turn()
+    assert world.state("r4") is State.WAITING
+    world.drain()
+    assert _admitted(world) == [1, 2, 4]
+
+
 def test_c71_sjf_runs_the_short_one_first_and_the_long_one_within_the_bound_under_endless_short_ones() -> None:
     world = World(SchedulerConfig(max_num_seqs=1, policy="sjf", ageing_turn=4), description())
     world.submit(1, max_tokens=40)
@@ -193,6 +205,16 @@ def test_a_request_that_ran_for_its_age_is_not_displaced_by_the_next_of_higher_p
     assert world.state("r1") is State.DECODE
     world.drain()
     assert _admitted(world) == [2, 1, 4, 5, 7, 8]
+
+
+def test_a_request_that_ran_for_its_age_is_not_the_one_given_up_when_blocks_run_short() -> None:
+    config = SchedulerConfig(max_num_seqs=2, policy="priority", ageing_turn=1, max_priority_wait_s=0.0)
+    world = World(config, description(num_blocks=6))
+    world.submit(1, prompt=8, max_tokens=9)
+    world.submit(2, prompt=8, max_tokens=9, priority=1)
+    world.drain()
+    world.check_idle()
+    assert _admitted(world) == [1, 2, 2], "it would wait as long again"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
