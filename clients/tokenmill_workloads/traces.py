@@ -121,7 +121,10 @@ def _seconds(time: Any, unit_s: float) -> float:
 
 
 def _tokens(value: Any) -> int:
-    count = int(value)
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is no number of tokens") from None
     if count < 1:
         raise ValueError(f"a request of {count} tokens")
     return count

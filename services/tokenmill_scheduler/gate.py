@@ -73,7 +73,7 @@ class Gate:
         self._check_tenant_requests(request, limits, usage, now_s)
         self._check_tenant_tokens(request, limits, usage, now_s)
         if never := self._scheduler.never_within_quota(request):
-            raise TenantLimit(f"{never}: ask for a lower max_tokens", None, "quota")
+            raise TenantLimit(never, None, "quota")
         if limits.quota.refuses and (over := self._scheduler.over_quota(request, now_s)):
             ready_s = self._scheduler.tokens_ready_s(request.tenant, now_s) - now_s
             raise TenantLimit(over, ready_s if 0 < ready_s < float("inf") else _ends_s(usage, 1, now_s), "quota")

@@ -318,8 +318,10 @@ class Loop:
         return bool(plans)
 
     def _tell_overload(self, change: OverloadChanged) -> None:
-        log = self._log.warning if change.after > change.before else self._log.info
-        log("overload stage changed", before=change.before, stage=change.after, reason=change.why or "the load has fallen")
+        rises = change.after > change.before
+        log = self._log.warning if rises else self._log.info
+        reason = change.why if rises else "the load has fallen"
+        log("overload stage changed", before=change.before, stage=change.after, reason=reason)
 
     def _send(self, issued: PlanIssued) -> None:
         drive = self.drives[issued.executor]

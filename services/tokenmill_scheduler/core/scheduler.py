@@ -337,13 +337,17 @@ class Scheduler:
         return self._roster.ordering
 
     def never_within_quota(self, request: Request) -> str:
-        """Which quota a request exceeds by itself, with all its choices, in a few words; empty: none."""
+        """Which quota a request exceeds by itself, with all its choices, and what to do, in a few words; empty: none."""
         quota, tenant = self._roster.quotas.of(request.tenant), request.tenant
         if quota.max_num_seqs is not None and request.best_of > quota.max_num_seqs:
-            return f"the request has {request.best_of} choices, and tenant {tenant} may have {quota.max_num_seqs} sequences running"
+            words = (
+                f"the request has {request.best_of} choices, and tenant {tenant} may have {quota.max_num_seqs} sequences running"
+            )
+            return f"{words}: ask for fewer"
         blocks = self._room.least_blocks(request)
         if quota.max_kv_blocks is not None and blocks > quota.max_kv_blocks:
-            return f"the request may come to {blocks} KV blocks, more than the {quota.max_kv_blocks} that tenant {tenant} may hold"
+            words = f"the request may come to {blocks} KV blocks, more than the {quota.max_kv_blocks} that tenant {tenant} may hold"
+            return f"{words}: ask for a lower max_tokens"
         return ""
 
     def over_quota(self, request: Request, now_s: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tokenmill_scheduler.core.quotas import Quota, Quotas
 from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -164,9 +166,12 @@ def test_what_is_asked_of_a_quota_beforehand() -> None:
     world.submit(1, tenant="a", prompt=4, max_tokens=6)
     request = world.records["r1"].request
     world.limit(a=Quota(max_kv_blocks=2))
-    assert world.core.never_within_quota(request) == "the request may come to 3 KV blocks, more than the 2 that tenant a may hold"
+    most = "the request may come to 3 KV blocks, more than the 2 that tenant a may hold: ask for a lower max_tokens"
+    assert world.core.never_within_quota(request) == most
     world.limit(a=Quota(max_kv_blocks=3, max_num_seqs=1))
     assert world.core.never_within_quota(request) == ""
+    choices = "the request has 2 choices, and tenant a may have 1 sequences running: ask for fewer"
+    assert world.core.never_within_quota(replace(request, best_of=2)) == choices
     # Its like is queued already.
     assert world.core.over_quota(request, world.now_s) == "tenant a has 0 of 1 sequences running"
 

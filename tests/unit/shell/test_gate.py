@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 
 import pytest
+from structlog.testing import capture_logs
 from tokenmill_scheduler.comeback import MOST_S, UNKNOWN_S, Comebacks, delay_s
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.drain import Drain
@@ -150,9 +151,12 @@ async def test_overload_refuses_the_standard_lane_alone_and_takes_it_again() -> 
     assert (await service.submit(request("b"), b"d")).joined
     for name in "abde":
         shell.loop.handle(Cancelled(name, ""))
-    for _ in range(30):
-        shell.clock.now_s += 0.1
-        await shell.states_after_tick("")
+    with capture_logs() as logs:
+        for _ in range(30):
+            shell.clock.now_s += 0.1
+            await shell.states_after_tick("")
+    falls = [(log["stage"], log["reason"]) for log in logs if log["event"] == "overload stage changed"]
+    assert falls == [(stage, "the load has fallen") for stage in (2, 1, 0)]
     assert (service.load().overload_stage, service.load().overload_reason) == (0, "")
     await service.submit(request("c"), b"d")
 

@@ -53,6 +53,8 @@ def test_only_the_first_are_read(tmp_path: Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,374,1\n", "line 2: .*yesterday"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnan,374,1\n", "line 2: a request at nan"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,0,1\n", "line 2: a request of 0 tokens"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,many,1\n", "line 2: 'many' is no number of tokens"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2\n", "line 2: None is no number of tokens"),
         (MOONCAKE + "{", "line 3: "),
         (MOONCAKE + '{"timestamp": 5}', "line 3: there is no column 'input_length', but timestamp"),
         (MOONCAKE + "[]", "line 3: not an object"),
