@@ -21,6 +21,7 @@ def upgrade() -> None:
     op.add_column("requests", sa.Column("parent", sa.Text, nullable=False, server_default=""))
     op.add_column("requests", sa.Column("choice", sa.Integer, nullable=False, server_default="0"))
     op.add_column("requests", sa.Column("cached_tokens", sa.Integer, nullable=False, server_default="0"))
+    _name_parents()
     further = sa.text("parent <> ''")
     op.create_index("ix_requests_parent", "requests", ["parent"], sqlite_where=further, postgresql_where=further)
     _create_views(request_columns=", r.parent, r.choice, r.cached_tokens")
@@ -32,6 +33,17 @@ def downgrade() -> None:
     for column in reversed(_COLUMNS):
         op.drop_column("requests", column)
     _create_views(request_columns="")
+
+
+def _name_parents() -> None:
+    """Of choices that a downgrade has left as requests of their own: only they have no payload, and a slash in their id."""
+    if op.get_bind().dialect.name == "sqlite":
+        parent, choice = "substr(request_id, 1, instr(request_id, '/') - 1)", "substr(request_id, instr(request_id, '/') + 1)"
+    else:
+        parent, choice = "split_part(request_id, '/', 1)", "split_part(request_id, '/', 2)"
+    op.execute(f"""
+        UPDATE requests SET parent = {parent}, choice = CAST({choice} AS INTEGER)
+        WHERE length(payload_digest) = 0 AND request_id LIKE '%/%'""")
 
 
 def _drop_views() -> None:

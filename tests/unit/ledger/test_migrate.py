@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,18 @@ from tokenmill_scheduler.ledger import migrate
 from tokenmill_scheduler.ledger.engine import UnsupportedDatabase, connect
 from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.migrate import SchemaState
-from tokenmill_scheduler.ledger.port import LedgerUnavailable, SchemaMismatch
-from tokenmill_scheduler.ledger.sql import open_ledger
+from tokenmill_scheduler.ledger.port import (
+    Action,
+    ActionVerb,
+    LedgerUnavailable,
+    RequestQuery,
+    SchemaMismatch,
+    Submission,
+)
+from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.tables import metadata
 
-from tests.fakes.ledger_records import submission
+from tests.fakes.ledger_records import decode, done, prefill, run_to_end, submission, tokens
 
 
 def execute(url: str, statement: str) -> None:
@@ -47,6 +55,55 @@ def test_down_and_up_again(empty_url: str) -> None:
     engines.dispose()
     migrate.upgrade(empty_url)
     assert migrate.check(empty_url) is SchemaState.CURRENT
+
+
+@pytest.mark.parametrize("revision", ["0001", "0005", "0006"])
+def test_requests_of_every_kind_and_their_output_come_through_down_and_up(empty_url: str, revision: str) -> None:
+    ledger = open_ledger(empty_url)
+    lease = ledger.take_lease("s1", 0)
+    several = Submission(replace(submission("group").request, n=3, best_of=3), b"digest")
+    ledger.write([submission("waiting"), several, prefill("group"), decode("group"), tokens("group", 0, 5, 6)], lease)
+    run_to_end(ledger, "ended")
+    ledger.write([Action(1.0, "ann", verb, "", "why") for verb in (ActionVerb.PAUSE_QUEUE, ActionVerb.SET_POLICY)])
+    before = _contents(ledger)
+    assert len(before) == 5
+    ledger.close()
+    migrate.downgrade(empty_url, revision)
+    assert _rows_of_views(empty_url)["request_overview"] == 5
+    migrate.upgrade(empty_url)
+    ledger = open_ledger(empty_url)
+    assert _contents(ledger) == before
+    heir = ledger.take_lease("s2", 3600)
+    estate = ledger.take_over(heir, [lease.number])
+    assert [stored.request.request_id for stored, _ in estate.requests] == ["waiting", "group", "group/1", "group/2"]
+    ledger.write([tokens("group", 2, 7), done("group")], heir)
+    assert ledger.output("group").token_ids == (5, 6, 7)
+    assert ledger.prune(1e12, 10) == 1, "the group goes as one, when all of it has ended"
+    ledger.close()
+
+
+def _contents(ledger: SqlLedger) -> list[object]:
+    """All that is known of every request, but for whose it is."""
+    page = ledger.query(RequestQuery(oldest_first=True)).requests
+    return [
+        (
+            replace(stored, lease=None, scheduler=""),
+            ledger.output(stored.request.request_id),
+            ledger.transitions(stored.request.request_id),
+            ledger.payload_digest(stored.request.request_id),
+        )
+        for stored in page
+    ]
+
+
+def _rows_of_views(url: str) -> dict[str, int]:
+    """Each view of this revision answers."""
+    engines = connect(url)
+    with engines.read.connect() as connection:
+        views = inspect(connection).get_view_names()
+        rows = {view: len(connection.execute(text(f"SELECT * FROM {view}")).all()) for view in views}
+    engines.dispose()
+    return rows
 
 
 def test_no_migration_under_a_running_scheduler(empty_url: str) -> None:
