@@ -147,6 +147,27 @@ async def test_c73_a_submit_under_way_when_the_ledger_goes_away_is_refused_and_c
     assert (await shell.submit(request("a"))).joined
 
 
+async def test_what_was_accepted_after_its_client_was_told_otherwise_is_cancelled_after_the_grace(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Generate that ends in UNAVAILABLE between its submit and its attach, whose client does not come back."""
+    monkeypatch.setattr(arrivals, "OUTAGE_LOOK_S", 0.001)
+    await shell.join()
+    shell.writer.hold = True
+    submitting = asyncio.create_task(shell.service.submit(request("a", max_tokens=1_000, detached=False), b"d"))
+    await settle()
+    shell.writer.refusals = 1
+    shell.writer.commit()
+    with pytest.raises(Unavailable):
+        await submitting
+    shell.writer.hold = False
+    shell.writer.commit()
+    await settle()
+    assert await shell.states_after_tick("a") == [State.PREFILL]
+    shell.clock.now_s += GRACE_S + 1
+    assert await shell.states_after_tick("a") == [State.CANCELLED]
+
+
 # ---- commit, then tell ---------------------------------------------------------------------------------------------------------
 
 
