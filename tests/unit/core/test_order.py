@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from tokenmill_scheduler.core.lanes import guaranteed_slots
 from tokenmill_scheduler.core.lengths import OutputLengths
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.policy import POLICIES
@@ -260,6 +261,34 @@ def test_tenants_that_share_fairly_take_turns_within_one_plan() -> None:
     assert [admission.sampling.seed for admission in plan.admit] == [1, 7, 8, 2, 9, 10]
 
 
+def test_a_tenant_that_asked_for_nothing_has_saved_nothing_up() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, fair_share=True), description())
+    world.submit(1, tenant="b")
+    world.drain()
+    for seed in range(2, 12):
+        world.submit(seed, tenant="a")
+    world.drain()
+    for seed in range(12, 16):
+        world.submit(seed, tenant="a")
+        world.submit(seed + 10, tenant="b")
+    world.drain()
+    first = [world.records[f"r{seed}"].request.tenant for seed in _admitted(world)[-8:-4]]
+    assert sorted(first) == ["a", "a", "b", "b"]
+
+
+def test_c33_a_higher_lane_takes_what_a_lower_has_beyond_its_guarantee_and_no_more() -> None:
+    world = World(SchedulerConfig(max_num_seqs=8, lane_shares=(50, 20, 30)), description())
+    for seed in range(1, 9):
+        world.submit(seed, lane=Lane.BATCH)
+    world.turn()
+    for seed in range(11, 21):
+        world.submit(seed, lane=Lane.REAL_TIME)
+    world.turn()
+    assert sum(world.state(f"r{seed}") is State.PREEMPTED for seed in range(1, 9)) == 6
+    world.drain()
+    world.check_idle()
+
+
 def test_a_lane_keeps_its_guarantee_though_the_first_of_it_cannot_run_here() -> None:
     x, y = description("x", num_blocks=4), description("y", num_blocks=32)
     world = World(SchedulerConfig(max_num_seqs=3), x, y)
@@ -372,3 +401,20 @@ def test_lanes_come_before_every_policy(policy: str) -> None:
         world.submit(seed, lane=lane)
     world.drain()
     assert _admitted(world) == [4, 2, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("shares", "slots", "guaranteed"),
+    [
+        ((50, 40, 10), 8, (4, 3, 1)),
+        ((50, 40, 10), 2, (0, 0, 0)),
+        ((90, 5, 5), 10, (8, 1, 1)),
+        ((90, 5, 5), 3, (1, 1, 1)),
+        ((0, 100, 0), 2, (0, 2, 0)),
+        ((0, 0, 0), 8, (0, 0, 0)),
+    ],
+)
+def test_a_lane_with_a_share_has_a_slot_where_there_are_enough_at_the_largest_one_s_cost(
+    shares: tuple[int, int, int], slots: int, guaranteed: tuple[int, int, int]
+) -> None:
+    assert tuple(guaranteed_slots(shares, slots).values()) == guaranteed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenmill_executor.prefix import PrefixHasher, hash_function, short_hash
 from tokenmill_scheduler.core.lineup import WINDOW, Lineup
@@ -167,6 +169,15 @@ def test_lpm_takes_the_longest_hit_first_and_ties_by_arrival() -> None:
 def test_lpm_looks_no_further_than_its_window() -> None:
     mirror = warm_mirror(tuple(range(12)))
     waiting = [live((9,) * 20, ordinal) for ordinal in range(WINDOW)] + [live(tuple(range(20)), WINDOW)]
+    assert lineup("lpm", waiting, mirror) == waiting
+
+
+def test_all_lanes_of_a_plan_have_one_window_together() -> None:
+    mirror = warm_mirror(tuple(range(12)))
+    urgent = [live((9,) * 20, ordinal) for ordinal in range(WINDOW)]
+    for request in urgent:
+        request.request = replace(request.request, lane=Lane.REAL_TIME)
+    waiting = [*urgent, live((9,) * 20, WINDOW), live(tuple(range(20)), WINDOW + 1)]
     assert lineup("lpm", waiting, mirror) == waiting
 
 
