@@ -315,11 +315,11 @@ async def test_a_tenant_meets_only_its_own_requests(token_file: Path) -> None:
         "GetRequest",
         "Cancel",
     }, "another call names a request: see that it does not tell of another tenant's, and test it here"
-    async with people(token_file, "--max-num-seqs", "1") as persons:
+    async with people(token_file, "--max-num-seqs", "2") as persons:
         ann, ben, olga = persons.ann, persons.ben, persons.olga
-        await ann.submit(token_ids=PROMPT, max_tokens=3_000, seed=1, request_id="live")
+        await ann.submit(token_ids=PROMPT, max_tokens=3_000, seed=1, n=2, request_id="live")
         await ann.submit(token_ids=PROMPT, max_tokens=5, seed=1, request_id="waits")
-        for request_id in ("live", "waits", "nobody-s"):
+        for request_id in ("live", "live/1", "waits", "nobody-s", "nobody-s/1"):
             asks: list[Callable[[], Any]] = [
                 lambda request_id=request_id: ben.get_request(request_id),  # type: ignore[misc]
                 lambda request_id=request_id: ben.cancel(request_id),  # type: ignore[misc]
