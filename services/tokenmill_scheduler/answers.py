@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import gt
 
-from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Plan, Result, SequenceFault
+from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Plan, Result, SequenceFault, SequenceFinish
 from tokenmill_scheduler.wire import ExecutorFacts, ProtocolError
 
 
@@ -80,6 +80,8 @@ class Answers:
                 return f"has {tokens.computed} tokens of sequence {sequence_id} computed, {tokens.known} are known"
             if tokens.known > tokens.limit or (tokens.known == tokens.limit and not finish):
                 return f"has sequence {sequence_id} go on at {tokens.known} tokens, its limit is {tokens.limit}"
+            if finish == SequenceFinish.LENGTH and tokens.known < tokens.limit:
+                return f"ends sequence {sequence_id} for its length at {tokens.known} tokens, its limit is {tokens.limit}"
             if finish:
                 del self._sequences[sequence_id]
         return ""

@@ -57,6 +57,7 @@ def test_a_sequence_goes_from_its_prompt_to_its_limit() -> None:
         (result(num_cached=(1,)), "result 1 has 4 tokens of sequence 1 computed, 4 are known"),
         (result(tokens=()), "result 1 has 3 tokens of sequence 1 computed, 3 are known"),
         (result(tokens=(1, 2)), "result 1 has sequence 1 go on at 5 tokens, its limit is 5"),
+        (result(finish=2), "result 1 ends sequence 1 for its length at 4 tokens, its limit is 5"),
         (result(tokens=(1, 2, 3), finish=2), "result 1 has sequence 1 go on at 6 tokens, its limit is 5"),
     ],
 )
