@@ -12,6 +12,7 @@ from tokenmill_scheduler.core.forecast import Forecast
 from tokenmill_scheduler.core.live import Ending, LiveRequest
 from tokenmill_scheduler.core.request import TERMINAL, TRANSITIONS, FinishReason, IllegalTransition, Request, Sampling, State
 from tokenmill_scheduler.core.sequence import Sequence
+from tokenmill_scheduler.core.shares import FairShare
 
 _DOCS = Path(__file__).parents[3] / "docs"
 
@@ -161,3 +162,14 @@ def test_alarms_give_the_earliest_of_what_is_set_now_and_stay_bounded() -> None:
         assert earliest is None or times[earliest[1]] == earliest[0]
         assert len(alarms) == len(times)
     assert len(alarms._heap) < 200
+
+
+def test_accounts_of_many_tenants_are_bounded_and_those_that_are_most_ahead_are_kept() -> None:
+    share = FairShare(lambda tenant: 1.0)
+    for tokens in range(1_000):
+        share.came(f"t{tokens}")
+        before = share.account(f"t{tokens}")
+        share.charge(f"t{tokens}", tokens)
+        share.left(f"t{tokens}")
+    assert len(share) < 100
+    assert share.account("t999") == before + 999
