@@ -43,6 +43,7 @@ def load_runner(settings: Settings) -> Runner:
             block_size=settings.block_size,
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
+            attention_backend=settings.attention_backend,
             sliding_window=settings.sliding_window,
             attention_sinks=settings.attention_sinks,
         )
@@ -161,6 +162,7 @@ class Loader:
             max_model_len=description.max_model_len,
             block_size=settings.block_size,
             num_blocks=self._num_blocks,
+            num_host_blocks=self._num_host_blocks,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             eos_token_ids=description.eos_token_ids,
@@ -172,6 +174,8 @@ class Loader:
                 pb.BlockGroup(sliding_window=group.sliding_window or 0, sinks=group.sinks) for group in description.block_groups
             ],
         )
+        if settings.kv_cache_dtype != "auto":
+            response.features.append(f"kv_cache_dtype={settings.kv_cache_dtype}")
         if self._hasher is not None:
             response.features.append("prefix_caching")
             response.prefix_caching_hash_algo = settings.prefix_caching_hash_algo

@@ -150,6 +150,7 @@ def facts(message: pb.DescribeResponse) -> ExecutorFacts:
             **{name: getattr(message, name) for name in limits},
             caches_prefixes=PREFIX_CACHING in message.features,
             cache_version=message.cache_version if message.prefix_caching_hash_algo == HASH_ALGORITHM else None,
+            num_host_blocks=message.num_host_blocks,
             block_groups=tuple(BlockGroup(g.sliding_window, g.sinks) for g in message.block_groups) or FULL_ATTENTION,
         ),
         tokenizer_digest=message.tokenizer_digest,

@@ -1,4 +1,4 @@
-"""The prefix cache over gRPC on both sides: hits, figures, and a scheduler that is killed and finds its executor warm."""
+"""The prefix cache over gRPC on both sides: hits, figures, host memory, a scheduler that is killed and finds its executor warm."""
 
 from __future__ import annotations
 
@@ -54,3 +54,18 @@ async def test_without_it_nothing_is_hit(processes: Processes) -> None:
         for _ in range(2):
             assert (await caller.run(spec(PREFIX, 4))).tokens == foretold(PREFIX, 4)
         assert await _cached_tokens(caller) == (0, 0)
+
+
+async def test_what_a_small_pool_evicts_is_found_in_host_memory(processes: Processes) -> None:
+    """Twelve blocks hold one prompt at a time."""
+    executor = processes.executor("--num-gpu-blocks-override", "12", "--kv-offloading-size", "0.1")
+    scheduler = processes.scheduler(executor.address, flags=("--policy", "lpm"))
+    await wait_serving(scheduler.address)
+    others = [[30 + number] * 160 for number in range(3)]
+    async with Caller(scheduler.address) as caller:
+        for prompt in (PREFIX, *others):
+            assert (await caller.run(spec(prompt, 4))).tokens == foretold(prompt, 4)
+        assert await _cached_tokens(caller) == (0, 4 * 160)
+        prompt = [*PREFIX, 99]
+        assert (await caller.run(spec(prompt, 20))).tokens == foretold(prompt, 20)
+        assert await _cached_tokens(caller) == (160, 4 * 160 + 161)

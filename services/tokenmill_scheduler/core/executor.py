@@ -51,7 +51,8 @@ class ExecutorState:
     def __post_init__(self) -> None:
         description = self.description
         self.forecast = self._forecast(self.blocks.available)
-        self.mirror = Mirror(description.cache_version, description.block_size, description.num_blocks)
+        cached = description.num_blocks + description.num_host_blocks
+        self.mirror = Mirror(description.cache_version, description.block_size, cached)
 
     def _forecast(self, available: int) -> Forecast:
         description = self.description

@@ -146,7 +146,7 @@ class ExecutorDescription:
     """What the core needs to know of an executor to plan for it.
 
     `caches_prefixes`: sequences may start with tokens that others have computed. `cache_version` is what the hashes of its blocks
-    begin with; None when they cannot be foretold.
+    begin with; None when they cannot be foretold. `num_host_blocks` hold such tokens beside the `num_blocks`, and nothing else.
     """
 
     name: str
@@ -160,6 +160,7 @@ class ExecutorDescription:
     caches_prefixes: bool = False
     cache_version: str | None = None
     block_groups: tuple[BlockGroup, ...] = FULL_ATTENTION
+    num_host_blocks: int = 0
 
 
 # ---- events --------------------------------------------------------------------------------------------------------------------

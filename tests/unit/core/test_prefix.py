@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_executor.prefix import PrefixHasher, hash_function, short_hash
+from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.lineup import WINDOW, Lineup
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.mirror import BlockHashes, Mirror
 from tokenmill_scheduler.core.ordering import Ordering
 from tokenmill_scheduler.core.policy import policy_named
 from tokenmill_scheduler.core.queue import WaitingQueue
-from tokenmill_scheduler.core.records import Submitted
+from tokenmill_scheduler.core.records import Blocks, Submitted
 from tokenmill_scheduler.core.request import Lane, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
@@ -77,6 +78,12 @@ def test_the_mirror_follows_what_is_dropped_and_is_bounded() -> None:
     assert mirror.hit(live((*tokens, 12))) == 12
     mirror.apply((), range(1000))
     assert len(mirror) == 100
+
+
+def test_the_mirror_has_room_for_what_is_in_host_memory_too() -> None:
+    state = ExecutorState(replace(description(num_blocks=8, caching=True), num_host_blocks=24), 1, Blocks(8, 0, 0), 4, 64)
+    state.mirror.apply((), range(1000))
+    assert len(state.mirror) == 32
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------------------

@@ -160,6 +160,8 @@ def test_what_an_executor_says_of_itself() -> None:
     message.block_groups.add()
     message.block_groups.add(sliding_window=512, sinks=4)
     assert wire.facts(message).description.block_groups == (BlockGroup(), BlockGroup(512, 4))
+    message.num_host_blocks = 7
+    assert wire.facts(message).description.num_host_blocks == 7
     message.epoch = 2**63 - 1
     with pytest.raises(wire.ProtocolError, match="start it again"):
         wire.facts(message)

@@ -105,6 +105,7 @@ class DescribeResponse(_message.Message):
     PREFIX_CACHING_HASH_ALGO_FIELD_NUMBER: _builtins.int
     CACHE_VERSION_FIELD_NUMBER: _builtins.int
     BLOCK_GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The executor's name, unique in a deployment."""
     model: _builtins.str
@@ -132,6 +133,8 @@ class DescribeResponse(_message.Message):
     """How blocks of the prefix cache are hashed: "sha256" or "xxhash"; empty without "prefix_caching"."""
     cache_version: _builtins.str
     """Names model, weights and type of the cache, part of every hash: blocks of two versions are never shared."""
+    num_host_blocks: _builtins.int
+    """Blocks beside `num_blocks` that the prefix cache keeps in host memory; no sequence can use them there."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -166,10 +169,11 @@ class DescribeResponse(_message.Message):
         prefix_caching_hash_algo: _builtins.str = ...,
         cache_version: _builtins.str = ...,
         block_groups: _abc.Iterable[Global___BlockGroup] | None = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_size", b"block_size", "cache_version", b"cache_version", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "pipeline_depth", b"pipeline_depth", "prefix_caching_hash_algo", b"prefix_caching_hash_algo", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_size", b"block_size", "cache_version", b"cache_version", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "pipeline_depth", b"pipeline_depth", "prefix_caching_hash_algo", b"prefix_caching_hash_algo", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
