@@ -43,6 +43,7 @@ def load_runner(settings: Settings) -> Runner:
             block_size=settings.block_size,
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
+            attention_backend=settings.attention_backend,
             sliding_window=settings.sliding_window,
             attention_sinks=settings.attention_sinks,
         )
@@ -173,6 +174,8 @@ class Loader:
                 pb.BlockGroup(sliding_window=group.sliding_window or 0, sinks=group.sinks) for group in description.block_groups
             ],
         )
+        if settings.kv_cache_dtype != "auto":
+            response.features.append(f"kv_cache_dtype={settings.kv_cache_dtype}")
         if self._hasher is not None:
             response.features.append("prefix_caching")
             response.prefix_caching_hash_algo = settings.prefix_caching_hash_algo

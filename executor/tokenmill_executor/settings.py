@@ -58,6 +58,7 @@ class Settings:
     device: str
     quantization: str | None
     kv_cache_dtype: str
+    attention_backend: str
     block_size: int
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
@@ -155,9 +156,15 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "KV cache": {
         "--kv-cache-dtype": {
-            "choices": ("auto", "bfloat16", "int8"),
+            "choices": ("auto", "bfloat16", "int8", "int4", "fp8"),
             "default": "auto",
-            "help": "auto is the model's type; int8, on a CPU, halves the cache",
+            "help": "auto is the model's type; int8 and fp8 halve a bfloat16 cache, int4 has more than three times its tokens and "
+            "is less exact; on a CPU the C++ kernels have auto, bfloat16 and int8",
+        },
+        "--attention-backend": {
+            "choices": ("auto", "reference", "triton", "flashinfer"),
+            "default": "auto",
+            "help": "on CUDA; auto is triton; flashinfer needs the package flashinfer-python, and an unquantised cache",
         },
         "--block-size": {"type": count, "default": 16, "help": "token positions in a KV block"},
         "--kv-cache-memory-bytes": {

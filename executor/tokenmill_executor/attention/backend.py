@@ -6,12 +6,14 @@ A backend owns the cache of all layers and its layout. Must not know: weights, s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from tokenmill_executor.attention.cache import PagedHeads
 from tokenmill_executor.attention.layout import CacheLayout, cache_layout
+from tokenmill_executor.attention.quantization import KvFormat, kv_format
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.runner import Batch, Int32Array
 from tokenmill_executor.upload import upload
@@ -23,7 +25,8 @@ class CacheShape:
 
     `windows` has for each layer how many positions a query sees, its own among them (None: all). Past a window it sees the first
     `sinks` positions too (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; positions are
-    those in the text). `scale` multiplies the scores, by default 1 / sqrt(head_dim).
+    those in the text). `scale` multiplies the scores, by default 1 / sqrt(head_dim). `dtype` is that of queries and outputs, and of
+    the cache too if `kv_cache_dtype` is "auto".
     """
 
     num_layers: int
@@ -35,9 +38,10 @@ class CacheShape:
     device: torch.device
     sinks: int = 0
     attention_scale: float | None = None
+    kv_cache_dtype: str = "auto"
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, kv_cache_dtype: str = "auto") -> CacheShape:
         return cls(
             config.num_layers,
             config.num_heads,
@@ -48,6 +52,7 @@ class CacheShape:
             device,
             config.sinks,
             config.attention_scale,
+            kv_cache_dtype,
         )
 
     @property
@@ -55,20 +60,21 @@ class CacheShape:
         return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
 
     @property
+    def kv_format(self) -> KvFormat:
+        return kv_format(self.kv_cache_dtype, self.dtype)
+
+    @property
     def layout(self) -> CacheLayout:
         return cache_layout(self.windows, self.sinks)
 
     def block_bytes(self, block_size: int) -> int:
         """K and V of a group's layers for one block."""
-        return 2 * self.layout.layers_per_group * self.num_kv_heads * self.head_dim * self.dtype.itemsize * block_size
+        return 2 * self.layout.layers_per_group * self.num_kv_heads * self.kv_format.head_bytes(self.head_dim) * block_size
 
-    def make_cache(self, num_blocks: int, block_size: int) -> list[torch.Tensor]:
-        """For each place of a group, K or V of all blocks, [num_blocks, block_size, num_kv_heads, head_dim].
-
-        Zeros, not garbage, for the reason given at `AttentionBackend.erase`.
-        """
-        size = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
-        return [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(self.layout.layers_per_group)]
+    def make_cache(self, num_blocks: int, block_size: int) -> list[PagedHeads]:
+        """For each place of a group, K or V of all blocks."""
+        sizes = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        return [PagedHeads(*sizes, self.kv_format, self.device) for _ in range(self.layout.layers_per_group)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ class AttentionBackend(Protocol):
         """
 
 
+@runtime_checkable
 class DecodeBackend(AttentionBackend, Protocol):
     """One whose decodes can be captured in a graph: after `prepare_decode`, launches depend on nothing that the host knows."""
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own usage
 
 from tokenmill_executor.attention.backend import AttentionBatch, CacheShape
+from tokenmill_executor.attention.cache import PagedHeads
 from tokenmill_executor.runner import Int32Array
 
 _Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -57,14 +58,14 @@ class _Piece:
 
 
 class ReferenceAttention:
-    """K and V are [place in a group][num_blocks, block_size, num_kv_heads, head_dim]."""
+    """K and V of each place in a group."""
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape
         self._layout = shape.layout
         self._block_size = 0
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._keys: list[PagedHeads] = []
+        self._values: list[PagedHeads] = []
         self._pieces: list[_Piece] = []
         self._slots = torch.empty((0, 0), dtype=torch.int64)
         self._block_tables = np.zeros((0, 0, 0), dtype=np.int32)
@@ -76,7 +77,7 @@ class ReferenceAttention:
         self._values = self._shape.make_cache(num_blocks, block_size)
 
     def storage(self) -> list[torch.Tensor]:
-        return [*self._keys, *self._values]
+        return [tensor for heads in (*self._keys, *self._values) for tensor in heads.storage()]
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._slots = batch.slots_on_device
@@ -89,13 +90,13 @@ class ReferenceAttention:
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         group, place = self._layout.places[layer]
-        self._keys[place].flatten(0, 1).index_copy_(0, self._slots[group], key)
-        self._values[place].flatten(0, 1).index_copy_(0, self._slots[group], value)
+        self._keys[place].write(self._slots[group], key)
+        self._values[place].write(self._slots[group], value)
 
     def erase(self, rows: torch.Tensor) -> None:
         slots = self._slots[:, rows].flatten()
-        for cache in (*self._keys, *self._values):
-            cache.flatten(0, 1).index_fill_(0, slots, 0.0)
+        for heads in (*self._keys, *self._values):
+            heads.erase(slots)
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         if len(self._pieces) == 1 and len(self._pieces[0].sequences) == 1:
@@ -122,10 +123,10 @@ class ReferenceAttention:
         )
         return out.view(heads.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)
 
-    def _gather(self, cache: torch.Tensor, view: _View) -> torch.Tensor:
+    def _gather(self, heads: PagedHeads, view: _View) -> torch.Tensor:
         """[sequences, num_kv_heads, keys, head_dim]."""
         sequences = view.tables.shape[0]
-        blocks = cache.index_select(0, view.tables.flatten())
+        blocks = heads.gather(view.tables.flatten(), self._shape.dtype)
         return blocks.view(sequences, -1, self._shape.num_kv_heads, self._shape.head_dim).transpose(1, 2)
 
     def _chunk(self, batch: AttentionBatch, sequence: int) -> Iterator[_Piece]:

@@ -14,7 +14,8 @@ import torch
 import triton
 
 from tokenmill_executor.attention.backend import AttentionBatch, CacheShape, DecodeInputs
-from tokenmill_executor.attention.triton_kernels import attend_kernel, join_splits_kernel, write_kv_kernel
+from tokenmill_executor.attention.cache import PagedHeads
+from tokenmill_executor.attention.triton_kernels import attend_kernel, join_splits_kernel, quantize_kv_kernel, write_kv_kernel
 from tokenmill_executor.runner import Int32Array
 from tokenmill_executor.upload import upload
 
@@ -65,7 +66,7 @@ class _Step:
 
 
 class TritonAttention:
-    """K and V are [place in a group][num_blocks, block_size, num_kv_heads, head_dim].
+    """K and V of each place in a group.
 
     `num_processors` is that of the device's multiprocessors, by default as the device says.
     """
@@ -79,14 +80,15 @@ class TritonAttention:
     ) -> None:
         self._shape = shape
         self._layout = shape.layout
+        self._format = shape.kv_format
         self._group = shape.num_heads // shape.num_kv_heads
         self._head_padded = max(16, triton.next_power_of_2(shape.head_dim))
         self._decode = decode or DECODE[shape.dtype.itemsize]
         self._chunk = chunk or CHUNK[shape.dtype.itemsize]
         self._programs_wanted = _PROGRAMS_PER_PROCESSOR * (num_processors or _count_processors(shape.device))
         self._block_size = 0
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._keys: list[PagedHeads] = []
+        self._values: list[PagedHeads] = []
         self._step: _Step | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
@@ -96,7 +98,7 @@ class TritonAttention:
         self._values = self._shape.make_cache(num_blocks, block_size)
 
     def storage(self) -> list[torch.Tensor]:
-        return [*self._keys, *self._values]
+        return [tensor for heads in (*self._keys, *self._values) for tensor in heads.storage()]
 
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         """Into how many parts, a power of two, each sequence's positions are split."""
@@ -136,17 +138,27 @@ class TritonAttention:
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         shape, step = self._shape, self._ready()
         group, place = self._layout.places[layer]
-        row = shape.num_kv_heads * shape.head_dim
-        write_kv_kernel[(len(key),)](
+        keys, values, strides = self._keys[place], self._values[place], (_row_stride(key), _row_stride(value))
+        if self._format.largest is None:
+            row = shape.num_kv_heads * shape.head_dim
+            write_kv_kernel[(len(key),)](
+                key, value, keys.codes, values.codes, step.slots[group], *strides, ROW=row, ROW_PADDED=triton.next_power_of_2(row)
+            )
+            return
+        quantize_kv_kernel[(len(key), shape.num_kv_heads)](
             key,
             value,
-            self._keys[place],
-            self._values[place],
+            keys.codes,
+            values.codes,
+            keys.scales,
+            values.scales,
             step.slots[group],
-            _row_stride(key),
-            _row_stride(value),
-            ROW=row,
-            ROW_PADDED=triton.next_power_of_2(row),
+            *strides,
+            HEAD_DIM=shape.head_dim,
+            WIDTH_PADDED=triton.next_power_of_2(self._format.width(shape.head_dim)),
+            PACKED=self._format.packed,
+            LARGEST=self._format.largest,
+            num_warps=1,
         )
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
@@ -157,8 +169,8 @@ class TritonAttention:
 
     def erase(self, rows: torch.Tensor) -> None:
         slots = self._ready().slots[:, rows].flatten()
-        for cache in (*self._keys, *self._values):
-            cache.flatten(0, 1).index_fill_(0, slots, 0.0)
+        for heads in (*self._keys, *self._values):
+            heads.erase(slots)
 
     def _attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, launch: _Launch) -> None:
         shape, step, tiling = self._shape, self._ready(), launch.tiling
@@ -175,8 +187,10 @@ class TritonAttention:
             partial_max,
             partial_sum,
             query,
-            self._keys[place],
-            self._values[place],
+            self._keys[place].codes,
+            self._values[place].codes,
+            self._keys[place].scales,
+            self._values[place].scales,
             step.block_tables[group],
             step.query_starts,
             step.context_lens,
@@ -189,6 +203,7 @@ class TritonAttention:
             GROUP=self._group,
             HEAD_DIM=shape.head_dim,
             HEAD_PADDED=self._head_padded,
+            PACKED=self._format.packed,
             BLOCK_SIZE=self._block_size,
             WINDOW=window,
             SINKS=shape.sinks if window else 0,

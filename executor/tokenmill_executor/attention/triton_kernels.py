@@ -5,6 +5,9 @@ query heads that share one KV head, so each K and V is loaded once for all of th
 tile sees, so that few long sequences still fill the device. Sources: FlashAttention-2 (Dao 2023), Flash-Decoding (Dao et al. 2023),
 and the unified kernel of vLLM's Triton backend.
 
+Of a quantised cache (`quantization.py`) the codes are multiplied as they are: they are exact in any float type, and the scales of a
+tile's keys go into its scores, those of its values into its weights, one product a position and not one a number.
+
 Every load is masked to what the sequence has written, so what lies elsewhere in the cache, numbers or not, is never seen.
 """
 
@@ -41,6 +44,96 @@ def write_kv_kernel(
         tl.store(values + slot * ROW + places, tl.load(value + token * value_stride + places, mask=mask), mask=mask)
 
 
+@triton.jit
+def quantize_kv_kernel(
+    key,  # [T, num_kv_heads, head_dim], heads side by side
+    value,
+    keys,  # the cache of one layer, [num_slots, num_kv_heads, HEAD_DIM // PACKED]
+    values,
+    key_scales,  # [num_slots, num_kv_heads] float32
+    value_scales,
+    slots,  # [T]; a negative one is nobody's, and nothing is written
+    key_stride,
+    value_stride,
+    HEAD_DIM: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,  # HEAD_DIM // PACKED, padded
+    PACKED: tl.constexpr,  # codes in an element of the cache
+    LARGEST: tl.constexpr,  # the code of a head's number of greatest magnitude
+):
+    """A program for each token and KV head."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        place = slot * tl.num_programs(1) + head
+        key += token * key_stride + head * HEAD_DIM
+        value += token * value_stride + head * HEAD_DIM
+        _quantize(key, keys, key_scales, place, HEAD_DIM, WIDTH_PADDED, PACKED, LARGEST)
+        _quantize(value, values, value_scales, place, HEAD_DIM, WIDTH_PADDED, PACKED, LARGEST)
+
+
+@triton.jit
+def _quantize(
+    numbers,
+    codes,
+    scales,
+    place,
+    HEAD_DIM: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    PACKED: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    width: tl.constexpr = HEAD_DIM // PACKED
+    at = tl.arange(0, WIDTH_PADDED)
+    mask = at < width
+    first = tl.load(numbers + at, mask=mask, other=0.0).to(tl.float32)
+    high, low = tl.max(first, 0), tl.min(first, 0)
+    # Not a number if one of them is none, which a maximum passes over: the scale has to tell.
+    poison = tl.sum(first * 0.0, 0)
+    if PACKED == 2:
+        second = tl.load(numbers + width + at, mask=mask, other=0.0).to(tl.float32)
+        high, low = tl.maximum(high, tl.max(second, 0)), tl.minimum(low, tl.min(second, 0))
+        poison += tl.sum(second * 0.0, 0)
+        extreme = tl.where(high >= -low, high, low) + poison
+    else:
+        extreme = tl.maximum(high, -low) + poison
+    tl.store(scales + place, extreme / LARGEST)
+    some = tl.abs(extreme) > 1e-30  # quantization.LEAST; no number is not more either
+    inverse = tl.where(some, LARGEST / extreme, 0.0)
+    first = tl.where(some, first * inverse, 0.0)
+    if PACKED == 2:
+        second = tl.where(some, second * inverse, 0.0)
+        # Of -8 to 7, plus 8; what was rounded down is a whole number, so the conversion cuts nothing off.
+        ones = tl.minimum(tl.maximum(tl.floor(first + 8.5), 0.0), 15.0).to(tl.int32)
+        others = tl.minimum(tl.maximum(tl.floor(second + 8.5), 0.0), 15.0).to(tl.int32)
+        tl.store(codes + place * width + at, (ones | (others << 4)).to(tl.uint8), mask=mask)
+    elif codes.dtype.element_ty == tl.int8:
+        tl.store(codes + place * width + at, tl.floor(first + 0.5).to(tl.int8), mask=mask)
+    else:
+        tl.store(codes + place * width + at, _round_to_e4m3(first).to(codes.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _round_to_e4m3(numbers):
+    """To what float8_e4m3 has, so that the conversion is exact: Triton's interpreter does not round in it as devices do."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(numbers) < 0.015625, tl.floor(numbers * 512.0 + 0.5) / 512.0, normal)
+
+
+@triton.jit
+def _load_heads(cache, places, dims, mask, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr):
+    """Numbers, or codes, of `dims` at `places`, counted in heads; the shapes of the two are broadcast."""
+    width: tl.constexpr = HEAD_DIM // PACKED
+    if PACKED == 1:
+        heads = tl.load(cache + places * width + dims, mask=mask, other=0.0)
+    else:
+        # Each byte is loaded for both of its codes: from memory it comes once.
+        packed = tl.load(cache + places * width + dims % width, mask=mask, other=0).to(tl.int32)
+        heads = ((packed >> (dims // width * 4)) & 15) - 8
+    return heads
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
 def attend_kernel(
     out,  # [T, num_heads, head_dim]
@@ -48,8 +141,10 @@ def attend_kernel(
     partial_max,  # [T, num_heads, splits] float32: largest score, in powers of two; -inf where a split saw nothing
     partial_sum,  # [T, num_heads, splits] float32: sum of weights
     query,  # [T, num_heads, head_dim], heads side by side
-    keys,  # the cache of one layer, [num_slots, num_kv_heads, head_dim]
+    keys,  # the cache of one layer, [num_slots, num_kv_heads, HEAD_DIM // PACKED]
     values,
+    key_scales,  # [num_slots, num_kv_heads] float32; None where the cache has numbers and not codes
+    value_scales,
     block_tables,  # [S, table_stride]
     query_starts,  # [S + 1]
     context_lens,  # [S]
@@ -62,6 +157,7 @@ def attend_kernel(
     GROUP: tl.constexpr,  # query heads that share a KV head
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
+    PACKED: tl.constexpr,  # codes in an element of the cache
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # positions a query sees, its own among them; 0: all
     SINKS: tl.constexpr,  # first positions that a query with a window sees too
@@ -115,9 +211,11 @@ def attend_kernel(
             # Blocks before the window have been given back, and may hold anything.
             written = written & ((place >= window_begin) | (place < SINKS))
         block = tl.load(table + place // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
-        offset = ((block * BLOCK_SIZE + place % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        k = tl.load(keys + offset[None, :] + dims[:, None], mask=written[None, :] & has_dim[:, None], other=0.0)
-        scores = tl.dot(queries, k, input_precision="ieee") * scale
+        head = (block * BLOCK_SIZE + place % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+        k = _load_heads(keys, head[None, :], dims[:, None], written[None, :] & has_dim[:, None], HEAD_DIM, PACKED)
+        scores = tl.dot(queries, k.to(queries.dtype), input_precision="ieee") * scale
+        if key_scales is not None:
+            scores *= tl.load(key_scales + head, mask=written, other=0.0)[None, :]
         seen = written[None, :] & (place[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & ((position[:, None] - place[None, :] < WINDOW) | (place[None, :] < SINKS))
@@ -128,8 +226,10 @@ def attend_kernel(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values + offset[:, None] + dims[None, :], mask=written[:, None] & has_dim[None, :], other=0.0)
-        sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+        if value_scales is not None:
+            weights *= tl.load(value_scales + head, mask=written, other=0.0)[None, :]
+        v = _load_heads(values, head[:, None], dims[None, :], written[:, None] & has_dim[None, :], HEAD_DIM, PACKED)
+        sums = tl.dot(weights.to(queries.dtype), v.to(queries.dtype), sums * shrink[:, None], input_precision="ieee")
         largest = grown
 
     mask = real[:, None] & has_dim[None, :]

@@ -20,27 +20,25 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CpuChoice:
-    """`quantization` is of the weights: None, "int8" or "int4". `kv_cache_dtype` is "auto", "bfloat16" or "int8"."""
+    """`quantization` is of the weights: None, "int8" or "int4". `kv_cache_dtype` is any of those there are."""
 
     max_model_len: int
     block_size: int
     quantization: str | None
     kv_cache_dtype: str
 
-    @property
-    def quantizes(self) -> bool:
-        return self.quantization is not None or self.kv_cache_dtype == "int8"
-
 
 def why_not(config: ModelConfig, choice: CpuChoice) -> str | None:
     """None if the kernels can run the model here, else the reason."""
-    return available() or supports(config, block_size=choice.block_size, quantization=choice.quantization)
+    return available() or supports(
+        config, block_size=choice.block_size, quantization=choice.quantization, kv_cache_dtype=choice.kv_cache_dtype
+    )
 
 
 def choose_kernels(config: ModelConfig, tensors: Mapping[str, torch.Tensor], choice: CpuChoice) -> CpuModel | None:
     """The model on the kernels, or None after one line in the log: torch's slower path runs it.
 
-    Raises ModelError where quantisation was asked for, which torch's path does not have.
+    Raises ModelError where quantised weights were asked for, which torch's path does not have.
     """
     reason = why_not(config, choice)
     if reason is None:
@@ -51,7 +49,7 @@ def choose_kernels(config: ModelConfig, tensors: Mapping[str, torch.Tensor], cho
             quantization=choice.quantization,
             kv_cache_dtype=choice.kv_cache_dtype,
         )
-    if choice.quantizes:
-        raise ModelError(f"quantisation on a CPU needs the C++ kernels, which cannot be used: {reason}.")
+    if choice.quantization is not None:
+        raise ModelError(f"quantised weights need the C++ kernels, which cannot be used: {reason}.")
     log.warning("cpu_kernels_unused", reason=reason, instead="torch, several times slower")
     return None

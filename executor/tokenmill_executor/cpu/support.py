@@ -25,8 +25,16 @@ def available() -> str | None:
     return None
 
 
-def supports(config: ModelConfig, *, block_size: int = library.BLOCK_SIZE, quantization: str | None = None) -> str | None:
+def supports(
+    config: ModelConfig,
+    *,
+    block_size: int = library.BLOCK_SIZE,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+) -> str | None:
     """None if the kernels can run the model so, else why not."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        return f"they have no {kv_cache_dtype} KV cache"
     if block_size != library.BLOCK_SIZE:
         return f"the kernels are made for blocks of {library.BLOCK_SIZE} positions, not {block_size}"
     if config.sandwich_norms or config.norm_offset or config.local_rope or config.activation != "silu":

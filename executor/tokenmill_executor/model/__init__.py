@@ -24,6 +24,7 @@ def load_runner(
     block_size: int = 16,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    attention_backend: str = "auto",
     sliding_window: int | None = None,
     attention_sinks: int = 0,
 ) -> TorchRunner:
@@ -36,7 +37,9 @@ def load_runner(
     - max_num_seqs, max_num_batched_tokens: the largest step, run on CUDA to see what memory it needs.
     - threads: of a CPU forward pass; None is torch's choice.
     - block_size: that of the cache to come; the C++ kernels for bfloat16 on a CPU have only blocks of 16.
-    - quantization, kv_cache_dtype: "int8", on a CPU, of the weights and of the KV cache.
+    - quantization: "int8" or "int4", on a CPU, of the weights.
+    - kv_cache_dtype: "auto", the model's type, "bfloat16", "int8", "int4" or "fp8".
+    - attention_backend: on CUDA; "auto" is "triton", "reference" is plain torch, "flashinfer" needs the package of that name.
     - sliding_window: most positions that any layer sees, its own windows if they are shorter; attention_sinks: first positions that
       layers with a window see as well.
 
@@ -58,6 +61,7 @@ def load_runner(
         block_size=block_size,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        attention_backend=attention_backend,
         sliding_window=sliding_window,
         attention_sinks=attention_sinks,
     )

@@ -1,6 +1,6 @@
-"""A decoder for CUDA: Triton kernels, decode steps from CUDA graphs.
+"""A decoder for CUDA: Triton kernels, decode steps from CUDA graphs where the attention allows.
 
-Must not know: what is captured, sequences, batches. Without Triton the plain decoder runs, and a line in the log says so.
+Must not know: what is captured, sequences, batches. Without Triton torch's own operations run.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import structlog
 import torch
 
-from tokenmill_executor.attention.backend import CacheShape
+from tokenmill_executor.attention.backend import CacheShape, DecodeBackend
+from tokenmill_executor.attention.choice import choose_attention
+from tokenmill_executor.attention.rotation import rotated, rotated_decodes
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.graphs import Capture, GraphedDecoder, Replay
+from tokenmill_executor.model.ops import Ops
 from tokenmill_executor.model.port import Model
-
-log = structlog.get_logger(__name__)
 
 _WARM_UPS = 2
 
@@ -29,16 +29,27 @@ def cuda_model(
     device: torch.device,
     max_model_len: int,
     max_num_seqs: int,
+    kv_cache_dtype: str = "auto",
+    attention_backend: str = "auto",
 ) -> Model:
+    """See `choose_attention` for `attention_backend`; with "reference" all of it is torch."""
+    shape = CacheShape.of(config, dtype, device, kv_cache_dtype)
+    attention, ops = choose_attention(attention_backend, shape), None if attention_backend == "reference" else _ops()
+    if isinstance(attention, DecodeBackend):
+        decodes = rotated_decodes(attention, shape)
+        decoder = Decoder(config, tensors, dtype, device, max_model_len, lambda _: decodes, ops, kv_cache_dtype)
+        return GraphedDecoder(decoder, decodes, partial(cuda_capture, device), max_num_seqs, max_model_len)
+    turned = rotated(attention, shape)
+    return Decoder(config, tensors, dtype, device, max_model_len, lambda _: turned, ops, kv_cache_dtype)
+
+
+def _ops() -> Ops | None:
+    """None without Triton, of which `choose_attention` has told."""
     try:
-        from tokenmill_executor.attention.triton_backend import TritonAttention
         from tokenmill_executor.model.triton_ops import TritonOps
-    except ImportError as error:
-        log.warning("triton_unused", reason=str(error), instead="torch's own operations, several times slower")
-        return Decoder(config, tensors, dtype, device, max_model_len)
-    attention = TritonAttention(CacheShape.of(config, dtype, device))
-    decoder = Decoder(config, tensors, dtype, device, max_model_len, lambda _: attention, TritonOps())
-    return GraphedDecoder(decoder, attention, partial(cuda_capture, device), max_num_seqs, max_model_len)
+    except ImportError:
+        return None
+    return TritonOps()
 
 
 def cuda_capture(device: torch.device) -> Capture:

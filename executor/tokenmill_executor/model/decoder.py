@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own usage
 
 from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch, CacheShape
 from tokenmill_executor.attention.reference import ReferenceAttention
+from tokenmill_executor.attention.rotation import rotated
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.linear import Linear, make_linear
 from tokenmill_executor.model.ops import Ops, TorchOps
@@ -42,6 +43,10 @@ class _Layer:
     mlp_out_norm: torch.Tensor | None = None
 
 
+def reference_attention(shape: CacheShape) -> AttentionBackend:
+    return rotated(ReferenceAttention(shape), shape)
+
+
 class Decoder:
     """A `Model` in torch. Weights are read from `tensors` one layer at a time and kept in `dtype` on `device`."""
 
@@ -52,12 +57,13 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        make_attention: Callable[[CacheShape], AttentionBackend] = ReferenceAttention,
+        make_attention: Callable[[CacheShape], AttentionBackend] = reference_attention,
         ops: Ops | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.config = config
         self.device = device
-        self._cache_shape = CacheShape.of(config, dtype, device)
+        self._cache_shape = CacheShape.of(config, dtype, device, kv_cache_dtype)
         self._attention = make_attention(self._cache_shape)
         self._ops = ops or TorchOps()
         weights = _Weights(tensors, dtype, device, config.norm_offset)

@@ -8,6 +8,7 @@ from functools import partial
 import structlog
 import torch
 
+from tokenmill_executor.attention.quantization import KV_CACHE_DTYPES
 from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels, why_not
 from tokenmill_executor.model.config import ModelConfig, ModelError, with_windows
 from tokenmill_executor.model.cuda import cuda_model
@@ -21,6 +22,8 @@ from tokenmill_executor.runner import RunnerDescription
 
 log = structlog.get_logger(__name__)
 
+# Ada and Hopper: the first with float8_e4m3.
+_FP8_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -39,6 +42,7 @@ class LoadSettings:
     block_size: int = 16
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
     sliding_window: int | None = None
     attention_sinks: int = 0
 
@@ -50,6 +54,9 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
     windowed = with_windows(checkpoint.config, settings.sliding_window, settings.attention_sinks, max_model_len)
     checkpoint = replace(checkpoint, config=windowed)
     dtype = _dtype(settings, device, checkpoint.config, max_model_len)
+    _check_cache(settings.kv_cache_dtype, device)
+    if settings.attention_backend != "auto" and device.type != "cuda":
+        raise ModelError(f"The attention backend {settings.attention_backend} is a choice for CUDA; on a CPU leave it auto.")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model = _model(checkpoint, dtype, device, max_model_len, settings)
@@ -75,8 +82,18 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
             torch.set_num_threads(1)
             return kernels
     if device.type == "cuda":
-        return cuda_model(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, settings.max_num_seqs)
-    return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len)
+        return cuda_model(
+            checkpoint.config,
+            checkpoint.tensors,
+            dtype,
+            device,
+            max_model_len,
+            settings.max_num_seqs,
+            settings.kv_cache_dtype,
+            settings.attention_backend,
+        )
+    kv_cache_dtype = settings.kv_cache_dtype
+    return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, kv_cache_dtype=kv_cache_dtype)
 
 
 def _cache_bytes(model: Model, device: torch.device, max_model_len: int, settings: LoadSettings) -> int:
@@ -102,14 +119,22 @@ def _device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
+def _check_cache(kv_cache_dtype: str, device: torch.device) -> None:
+    """Raises ModelError for a cache that there is not on the device."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ModelError(f"The KV cache type {kv_cache_dtype!r} is not supported; choose one of {', '.join(KV_CACHE_DTYPES)}.")
+    if kv_cache_dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ModelError("An fp8 KV cache needs a GPU of compute capability 8.9 or higher; choose int8, of the same size.")
+
+
 def _cpu_choice(settings: LoadSettings, max_model_len: int) -> CpuChoice:
     return CpuChoice(max_model_len, settings.block_size, settings.quantization, settings.kv_cache_dtype)
 
 
 def _dtype(settings: LoadSettings, device: torch.device, config: ModelConfig, max_model_len: int) -> torch.dtype:
-    name, quantizes = settings.dtype, settings.quantization is not None or settings.kv_cache_dtype == "int8"
+    name, quantizes = settings.dtype, settings.quantization is not None
     if quantizes and (device.type != "cpu" or name == "float32"):
-        raise ModelError("int8 weights and caches are for a CPU in bfloat16; choose the device cpu and the dtype bfloat16.")
+        raise ModelError("int8 and int4 weights are for a CPU in bfloat16; choose the device cpu and the dtype bfloat16.")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or quantizes else _cpu_dtype(config, _cpu_choice(settings, max_model_len))
     if name not in DTYPES:

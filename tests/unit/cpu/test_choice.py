@@ -45,10 +45,10 @@ def test_missing_kernels_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logs[0]["reason"] == "not built"
 
 
-@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("int8", "auto"), (None, "int8")])
-def test_int8_without_kernels_is_an_error(quantization: str | None, kv_cache_dtype: str) -> None:
-    with pytest.raises(ModelError, match="blocks of 16"):
-        choose_kernels(small_config(), {}, CpuChoice(64, 8, quantization, kv_cache_dtype))
+@pytest.mark.parametrize(("block_size", "kv_cache_dtype", "reason"), [(8, "auto", "blocks of 16"), (16, "fp8", "no fp8 KV cache")])
+def test_quantised_weights_without_kernels_are_an_error(block_size: int, kv_cache_dtype: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        choose_kernels(small_config(), {}, CpuChoice(64, block_size, "int8", kv_cache_dtype))
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"dtype": "bfloat16", "block_size": 32}, Decoder, "bfloat16"),
         ({"quantization": "int8"}, CpuModel, "bfloat16"),
         ({"kv_cache_dtype": "int8"}, CpuModel, "bfloat16"),
+        ({"dtype": "float32", "kv_cache_dtype": "int8"}, Decoder, "float32"),
+        ({"kv_cache_dtype": "int8", "block_size": 32}, Decoder, "float32"),
+        ({"kv_cache_dtype": "int4"}, Decoder, "float32"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, Decoder, "bfloat16"),
     ],
     ids=str,
 )

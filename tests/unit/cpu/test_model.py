@@ -8,6 +8,7 @@ import torch
 from tokenmill_executor.attention.layout import cache_layout
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.int4 import quantize
 from tokenmill_executor.runner import Batch
 
@@ -74,6 +75,19 @@ def test_step_is_near_float32(
         tensors |= {name: quantize(tensor).dequantize() for name, tensor in layers.items()}
     model = cpu_model(config, tensors, quantization=quantization, kv_cache_dtype=kv_cache_dtype, instruction_set=instruction_set)
     _assert_near_oracle(config, model, tensors, TOLERANCE[quantization, kv_cache_dtype])
+
+
+def test_an_int8_cache_holds_what_the_torch_paths_does() -> None:
+    """The same rounding: beside torch's int8 cache the kernels are as near as beside its float one without."""
+    config = small_config()
+    tensors = random_tensors(config)
+    model = cpu_model(config, tensors, kv_cache_dtype="int8")
+    reference = Decoder(config, tensors, torch.float32, torch.device("cpu"), 1024, kv_cache_dtype="int8")
+    reference.allocate(NUM_BLOCKS, 16)
+    for batch in _steps(config, seed=4):
+        found, expected = model.forward(batch), reference.forward(batch)
+        assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 0.008
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from tokenmill_executor.attention.quantization import FP8, INT4, INT8, KvFormat
 from tokenmill_executor.attention.triton_backend import CHUNK, DECODE, Tiling
-from tokenmill_executor.attention.triton_kernels import attend_kernel, join_splits_kernel, write_kv_kernel
+from tokenmill_executor.attention.triton_kernels import attend_kernel, join_splits_kernel, quantize_kv_kernel, write_kv_kernel
 from tokenmill_executor.model.triton_ops import rms_norm_kernel, rotate_kernel, silu_mul_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -24,11 +25,13 @@ INTEGERS = dict.fromkeys(("block_tables", "query_starts", "context_lens", "tile_
 WIDE = dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32")
 NUMBERS = {"scale": "fp32", "eps": "fp32", **dict.fromkeys(("table_stride", "size"), "i32")}
 NUMBERS |= dict.fromkeys(("query_stride", "key_stride", "value_stride", "row_stride"), "i32")
+CODES = {"int8": (INT8, "*i8"), "int4": (INT4, "*u8"), "fp8": (FP8, "*fp8e4nv")}
+SCALES = ("key_scales", "value_scales")
 HEADS: dict[str, Any] = {"HEAD_DIM": 128, "HEAD_PADDED": 128}
 
 
-def compile_kernel(name: str, kernel: Any, constants: Mapping[str, Any], **options: int) -> None:
-    types = {**INTEGERS, **WIDE, **NUMBERS}
+def compile_kernel(name: str, kernel: Any, constants: Mapping[str, Any], codes: str = "*bf16", **options: int) -> None:
+    types = {**INTEGERS, **WIDE, **NUMBERS, "keys": codes, "values": codes, **dict.fromkeys(SCALES, "*fp32")}
     signature = {argument: "constexpr" if argument in constants else types.get(argument, "*bf16") for argument in kernel.arg_names}
     # As at run time: pointers and strides are multiples of 16, but for those that are said not to be.
     aligned = {
@@ -53,11 +56,21 @@ def stack_bytes(binary: bytes) -> int:
     return sum(int(number) for number in re.findall(r"STACK:(\d+)", told))
 
 
-def attend(name: str, tiling: Tiling, queries: int, split: bool, window: int = 0, sinks: int = 0) -> None:
+def attend(
+    name: str,
+    tiling: Tiling,
+    queries: int,
+    split: bool,
+    window: int = 0,
+    sinks: int = 0,
+    kind: KvFormat | None = None,
+    codes: str = "*bf16",
+) -> None:
     constants = {"NUM_KV_HEADS": 8, "GROUP": 4, "BLOCK_SIZE": 16, "QUERIES": queries, "SPLIT": split, **HEADS}
+    constants |= {"PACKED": 1, **dict.fromkeys(SCALES)} if kind is None else {"PACKED": kind.packed}
     constants |= {"WINDOW": window, "SINKS": sinks}
     constants |= {"ROWS": tiling.rows, "TILE": tiling.tile}
-    compile_kernel(name, attend_kernel, constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+    compile_kernel(name, attend_kernel, constants, codes, num_warps=tiling.num_warps, num_stages=tiling.num_stages)
 
 
 def main() -> None:
@@ -65,6 +78,11 @@ def main() -> None:
     attend("chunk", CHUNK[2], CHUNK[2].rows // 4, split=False)
     attend("window-decode", DECODE[2], 1, split=True, window=4096, sinks=4)
     attend("window-chunk", CHUNK[2], CHUNK[2].rows // 4, split=False, window=4096, sinks=4)
+    for format_name, (kind, codes) in CODES.items():
+        attend(f"{format_name}-decode", DECODE[2], 1, split=True, kind=kind, codes=codes)
+        constants = {"HEAD_DIM": 128, "WIDTH_PADDED": kind.width(128), "PACKED": kind.packed, "LARGEST": kind.largest}
+        compile_kernel(f"{format_name}-write", quantize_kv_kernel, constants, codes, num_warps=1)
+    attend("int4-chunk", CHUNK[2], CHUNK[2].rows // 4, split=False, kind=INT4, codes="*u8")
     compile_kernel("join", join_splits_kernel, {"NUM_HEADS": 32, "QUERIES": 1, "SPLITS": 32, **HEADS}, num_warps=2)
     compile_kernel("write", write_kv_kernel, {"ROW": 1024, "ROW_PADDED": 1024})
     compile_kernel("norm", rms_norm_kernel, {"HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "ADD": True}, num_warps=8)

@@ -83,9 +83,8 @@ class Pair:
             track.tokens.append(token)
 
     def check_caches(self) -> None:
-        reference = self.plain._attention
-        for mine, theirs in ((self.attention._keys, reference._keys), (self.attention._values, reference._values)):  # type: ignore[attr-defined]
-            torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-4, atol=1e-4)
+        for mine, theirs in zip(self.graphed.storage(), self.plain.storage(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_sizes_double_then_go_in_half_steps_and_end_with_the_most() -> None:
