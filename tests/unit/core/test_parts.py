@@ -166,10 +166,9 @@ def test_alarms_give_the_earliest_of_what_is_set_now_and_stay_bounded() -> None:
 
 def test_accounts_of_many_tenants_are_bounded_and_those_that_are_most_ahead_are_kept() -> None:
     share = FairShare(lambda tenant: 1.0)
-    for tokens in range(1_000):
+    for tokens in range(65):
         share.came(f"t{tokens}")
-        before = share.account(f"t{tokens}")
         share.charge(f"t{tokens}", tokens)
         share.left(f"t{tokens}")
-    assert len(share) < 100
-    assert share.account("t999") == before + 999
+    assert len(share) < 40, "none was forgotten"
+    assert [share.account(f"t{tokens}") for tokens in (0, 20, 40, 64)] == [32, 32, 40, 64]
