@@ -13,6 +13,7 @@ from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_scheduler.core.records import (
     FULL_ATTENTION,
+    MAX_EPOCH,
     Admission,
     BlockGroup,
     Blocks,
@@ -29,8 +30,6 @@ from tokenmill_scheduler.core.request import Sampling
 # The feature word, and the one way of hashing blocks that the core knows.
 PREFIX_CACHING = "prefix_caching"
 HASH_ALGORITHM = "sha256"
-# The highest that a database keeps: 64 bits with a sign.
-MAX_EPOCH = 2**63 - 1
 
 
 class ProtocolError(Exception):

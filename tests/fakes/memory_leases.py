@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokenmill_scheduler.ledger.port import Command, ExecutorTaken, Lease, LeaseLost
+from tokenmill_scheduler.core.records import MAX_EPOCH
+from tokenmill_scheduler.ledger.port import Command, EpochsUsedUp, ExecutorTaken, Lease, LeaseLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class MemoryLeases:
         if driven.lease in self.names and driven.lease != lease.number and (inherited or not driven.inherited):
             assert driven.lease is not None
             raise ExecutorTaken(f"scheduler {self.names[driven.lease]} drives executor {executor}")
+        if driven.epoch == MAX_EPOCH:
+            raise EpochsUsedUp(executor)
         epoch = max(driven.epoch + 1, at_least)
         self.executors[executor] = Driven(epoch, address, lease.number, inherited)
         return epoch

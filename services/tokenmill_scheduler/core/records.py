@@ -14,6 +14,9 @@ from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, St
 
 # ---- the plan protocol ---------------------------------------------------------------------------------------------------------
 
+# The highest that a database keeps: 64 bits with a sign.
+MAX_EPOCH = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:

@@ -14,8 +14,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, delete, insert, literal_column, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from tokenmill_scheduler.core.records import MAX_EPOCH
 from tokenmill_scheduler.ledger import queries
-from tokenmill_scheduler.ledger.port import Estate, ExecutorTaken, Lease, LeaseLost, LeaseStatus
+from tokenmill_scheduler.ledger.port import EpochsUsedUp, Estate, ExecutorTaken, Lease, LeaseLost, LeaseStatus
 from tokenmill_scheduler.ledger.tables import commands, commits, executors, leases, requests
 
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
@@ -82,7 +83,7 @@ def take_over(connection: Connection, lease: Lease, fallen: Sequence[int]) -> Es
 
 
 def claim_executor(connection: Connection, lease: Lease, executor: str, address: str, inherited: bool, at_least: int) -> int:
-    """Returns the new epoch. Raises ExecutorTaken, LeaseLost."""
+    """Returns the new epoch. Raises ExecutorTaken, EpochsUsedUp, LeaseLost."""
     hold(connection, lease)
     epoch = _next_epoch(connection, executor, at_least)
     driver = select(leases.c.number, leases.c.scheduler, executors.c.inherited).join_from(
@@ -108,9 +109,13 @@ def _next_epoch(connection: Connection, executor: str, at_least: int) -> int:
     statement = _INSERT[connection.dialect.name](executors).values(values)
     epoch = connection.scalar(
         statement.on_conflict_do_update(
-            index_elements=["executor"], set_={"epoch": case((following < at_least, at_least), else_=following)}
+            index_elements=["executor"],
+            set_={"epoch": case((following < at_least, at_least), else_=following)},
+            where=executors.c.epoch < MAX_EPOCH,
         ).returning(executors.c.epoch)
     )
+    if epoch is None:
+        raise EpochsUsedUp(executor)
     assert isinstance(epoch, int)
     return epoch
 

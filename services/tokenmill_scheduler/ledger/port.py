@@ -43,6 +43,13 @@ class ExecutorTaken(LedgerError):
     """Another scheduler on this database drives the executor."""
 
 
+class EpochsUsedUp(LedgerError):
+    """An executor of this name has had MAX_EPOCH."""
+
+    def __init__(self, executor: str) -> None:
+        super().__init__(f"executor {executor} has had the highest epoch there is: give it another --name")
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The right of one scheduler process to write; `number`, never given twice, is its fencing number."""
@@ -325,7 +332,8 @@ class Ledger(Protocol):
         """
 
     def claim_executor(self, lease: Lease, executor: str, address: str, *, inherited: bool, at_least: int) -> int:
-        """The executor is that of `lease` from here on. Returns its epoch: never given before for it and ≥ `at_least`.
+        """The executor is that of `lease` from here on. Returns its epoch: never given before for it and ≥ `at_least`. Raises
+        EpochsUsedUp.
 
         `inherited` gives way to a scheduler that was told of the executor, and raises ExecutorTaken where one drives it;
         without, ExecutorTaken is raised where another does that has not merely inherited it.

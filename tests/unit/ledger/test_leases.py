@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection
-from tokenmill_scheduler.core.records import Transitioned
+from tokenmill_scheduler.core.records import MAX_EPOCH, Transitioned
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import commits, leases, store
 from tokenmill_scheduler.ledger.engine import driver_errors
 from tokenmill_scheduler.ledger.port import (
     Command,
+    EpochsUsedUp,
     Estate,
     ExecutorTaken,
     Handover,
@@ -93,6 +94,14 @@ def test_whoever_moves_a_request_has_it(ledger: Ledger) -> None:
     stored = ledger.find("a")
     assert stored is not None
     assert stored.scheduler == "s2"
+
+
+def test_after_the_highest_epoch_there_is_none(ledger: Ledger) -> None:
+    lease = ledger.take_lease("s1", LONG_S)
+    assert ledger.claim_executor(lease, "x", "x:1", inherited=False, at_least=MAX_EPOCH) == MAX_EPOCH
+    for _ in range(2):
+        with pytest.raises(EpochsUsedUp, match="executor x has had the highest epoch there is: give it another --name"):
+            ledger.claim_executor(lease, "x", "x:1", inherited=False, at_least=1)
 
 
 def test_epochs_are_never_given_twice(ledger: Ledger) -> None:
