@@ -277,6 +277,20 @@ def test_a_tenant_that_asked_for_nothing_has_saved_nothing_up() -> None:
     assert sorted(first) == ["a", "a", "b", "b"]
 
 
+def test_accounts_of_tenants_go_on_when_the_policy_changes() -> None:
+    world = World(SchedulerConfig(max_num_seqs=1, fair_share=True), description())
+    for seed in range(1, 5):
+        world.submit(seed, tenant="a", max_tokens=20)
+    world.submit(5, tenant="b", max_tokens=1)
+    while world.state("r2") is State.WAITING:
+        world.turn()
+    for seed in range(6, 11):
+        world.submit(seed, tenant="b", max_tokens=1)
+    world.handle(PolicyChanged("sjf", fair_share=True, lane_shares=(50, 40, 10)))
+    world.drain()
+    assert _admitted(world) == [1, 5, 2, 6, 7, 8, 9, 10, 3, 4], "b had less, and goes on until it has had as much"
+
+
 def test_c33_a_higher_lane_takes_what_a_lower_has_beyond_its_guarantee_and_no_more() -> None:
     world = World(SchedulerConfig(max_num_seqs=8, lane_shares=(50, 20, 30)), description())
     for seed in range(1, 9):
