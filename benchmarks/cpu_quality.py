@@ -1,11 +1,12 @@
-"""What bfloat16 and int8 cost in quality on real text: perplexity, divergence and greedy agreement against float32.
+"""What fewer bits of weights and of the KV cache cost in quality on real text, against float32 with an unquantised cache.
 
     python -m benchmarks.cpu_quality [--model PATH] [--tokens 320]
 
 The text is the start of chapters of Python's language reference, which ships with Python (`pydoc_data.topics`). Each token is a
 sequence of its own over the shared blocks of its passage, so that every position has logits. KL is the mean over positions of the
-divergence from float32's distribution, in nats; agreement is how often the likeliest token is float32's. Writes its table to
-benchmarks/results/.
+divergence from float32's distribution, in nats; the logit error is the norm of the differences over that of float32's logits, each
+row less its mean, which no probability depends on; agreement is how often the likeliest token is float32's. Each type of the KV
+cache runs with float32 weights on the torch path, so that it alone makes the difference. Writes its table to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8, KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4": {"quantization": "int4"},
 }
+CACHES = ("bfloat16", "int8", "fp8", "int4")
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class Score:
     loss: float = 0.0
     divergence: float = 0.0
     agreed: int = 0
+    error: float = 0.0
+    size: float = 0.0
 
     def add(self, logits: torch.Tensor, exact: torch.Tensor, tokens: list[int]) -> None:
         found, truth = logits[:-1].log_softmax(-1), exact[:-1].log_softmax(-1)
@@ -58,10 +62,14 @@ class Score:
         self.loss -= float(found.gather(1, torch.tensor(tokens[1:])[:, None]).sum())
         self.divergence += float((truth.exp() * (truth - found)).sum())
         self.agreed += int((found.argmax(-1) == truth.argmax(-1)).sum())
+        wanted = exact - exact.mean(-1, keepdim=True)
+        self.error += float((logits - logits.mean(-1, keepdim=True) - wanted).square().sum())
+        self.size += float(wanted.square().sum())
 
     def row(self, name: str) -> str:
         perplexity = float(torch.tensor(self.loss / self.positions).exp())
-        return f"| {name} | {perplexity:.2f} | {self.divergence / self.positions:.4f} | {self.agreed / self.positions:.1%} |"
+        divergence, error, agreed = self.divergence / self.positions, (self.error / self.size) ** 0.5, self.agreed / self.positions
+        return f"| {name} | {perplexity:.2f} | {divergence:.4f} | {error:.2%} | {agreed:.1%} |"
 
 
 def main() -> None:
@@ -80,8 +88,10 @@ def main() -> None:
 @torch.inference_mode()
 def _scores(checkpoint: Checkpoint, passages: list[list[int]], length: int) -> dict[str, Score]:
     config, tensors = checkpoint.config, checkpoint.tensors
+    exact_way = partial(Decoder, config, tensors, torch.float32, torch.device("cpu"), length)
     makers: dict[str, Callable[[], Model]] = {
-        "float32": lambda: Decoder(config, tensors, torch.float32, torch.device("cpu"), length),
+        "float32": exact_way,
+        **{f"float32, KV {name}": partial(exact_way, kv_cache_dtype=name) for name in CACHES},
         **{name: partial(CpuModel, config, tensors, max_model_len=length, **settings) for name, settings in WAYS.items()},
     }
     exact: list[torch.Tensor] = []
@@ -112,8 +122,8 @@ def _table(checkpoint: Checkpoint, scores: dict[str, Score]) -> str:
             f"`python -m benchmarks.cpu_quality`, {checkpoint.name}, {positions} positions of English, Python "
             f"{platform.python_version()}, torch {torch.__version__}. Read perplexities that differ by less than 1 % as equal.",
             "",
-            "| | perplexity | KL from float32 | greedy agreement |",
-            "|---|---|---|---|",
+            "| | perplexity | KL from float32 | logit error | greedy agreement |",
+            "|---|---|---|---|---|",
             *(score.row(name) for name, score in scores.items()),
             "",
         )

@@ -153,6 +153,7 @@ def speed(report: Report, device: torch.device, tiny: bool) -> Table:
         report.part(f"profile of {batch}", lambda batch=batch: parts.profile_decode(scale, executor, batch))  # type: ignore[misc]
     report.part("profile of prefill", lambda: parts.profile_prefill(scale, executor))
     report.part("products", lambda: kernels.products(scale, dtype, device, bounds))
+    report.part("caches", lambda: kernels.caches(scale, dtype, device, bounds))
     report.part("tilings", lambda: kernels.tilings(scale, dtype, device, bounds))
     return Table("Start", ("what", "s"), [("weights, cache, kernels and graphs", made_s)])
 

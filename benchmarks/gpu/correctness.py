@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch, CacheShape
@@ -22,28 +23,31 @@ NUM_BLOCKS, BLOCK_SIZE = 512, 16
 HEADS = ((32, 8, 128, (None, 100)), (9, 3, 64, (None,)), (8, 1, 80, (33,)))
 # Largest error of attention over numbers of size one.
 ATTENTION_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# A number in a few thousands may get the code beside the reference's.
+CACHE_BOUNDS = {"auto": 0.0, "int8": 5e-3, "int4": 5e-2, "fp8": 3e-2}
 # Least agreement of logits with the CPU's in float32, as a cosine.
 LOGIT_BOUNDS = {torch.float32: 0.99999, torch.bfloat16: 0.99}
 
 
 def attention(scale: Scale, device: torch.device) -> Table:
-    table = Table("Attention against the reference", ("heads", "type", "backend", "largest error", "bound", "right"))
+    table = Table("Attention against the reference", ("heads", "type", "cache", "backend", "largest error", "bound", "right"))
     for heads in HEADS if device.type == "cuda" else HEADS[1:2]:
         for dtype in scale.dtypes:
-            for name, error in _attention_errors(heads, dtype, device).items():
-                right = error <= ATTENTION_BOUNDS[dtype]
-                table.wrong |= not right
-                shape = f"{heads[0]} / {heads[1]} × {heads[2]}"
-                table.rows.append((shape, _name(dtype), name, error, ATTENTION_BOUNDS[dtype], right))
+            for cache, cache_bound in CACHE_BOUNDS.items():
+                bound = max(ATTENTION_BOUNDS[dtype], cache_bound)
+                for name, error in _attention_errors(heads, dtype, device, cache).items():
+                    table.wrong |= not error <= bound
+                    shape = f"{heads[0]} / {heads[1]} × {heads[2]}"
+                    table.rows.append((shape, _name(dtype), cache, name, error, bound, error <= bound))
     return table
 
 
 def _attention_errors(
-    heads: tuple[int, int, int, tuple[int | None, ...]], dtype: torch.dtype, device: torch.device
+    heads: tuple[int, int, int, tuple[int | None, ...]], dtype: torch.dtype, device: torch.device, cache: str
 ) -> dict[str, float]:
     num_heads, kv_heads, head_dim, windows = heads
-    truth = ReferenceAttention(CacheShape(len(windows), num_heads, kv_heads, head_dim, windows, torch.float32, CPU))
-    shape = CacheShape(len(windows), num_heads, kv_heads, head_dim, windows, dtype, device)
+    shape = CacheShape(len(windows), num_heads, kv_heads, head_dim, windows, dtype, device, kv_cache_dtype=cache)
+    truth = ReferenceAttention(replace(shape, dtype=torch.float32, device=CPU))
     candidates: dict[str, AttentionBackend] = {"Triton": TritonAttention(shape, None if device.type == "cuda" else 4)}
     if device.type == "cuda":
         candidates["torch"] = ReferenceAttention(shape)

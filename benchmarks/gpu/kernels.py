@@ -67,19 +67,37 @@ def tilings(scale: Scale, dtype: torch.dtype, device: torch.device, bounds: Boun
     return table
 
 
+def caches(scale: Scale, dtype: torch.dtype, device: torch.device, bounds: Bounds) -> Table:
+    """Decodes of one layer by what the KV cache holds: fewer bytes to read, and the time they take."""
+    table = Table("Attention of one layer by cache", ("cache", "µs", "bound µs", "share of the bound"))
+    config, batch = replace(scale.config, num_layers=1, windows=(None,)), scale.profiled_batches[-1]
+    for cache in ("auto", "int8", "int4", "fp8"):
+        read = batch * scale.context * CacheShape.of(config, dtype, device, cache).block_bytes(1)
+        chosen = DECODE[dtype.itemsize], CHUNK[dtype.itemsize]
+        taken_s, bound_s = _attend_s(scale, dtype, device, (batch, scale.context, 1), *chosen, cache), read / bounds.copy_rate
+        table.rows.append((cache, 1e6 * taken_s, 1e6 * bound_s, bound_s / taken_s))
+    return table
+
+
 # Beside the chosen ones.
 _DECODES = (Tiling(16, 32, 4, 5), Tiling(16, 64, 4, 5), Tiling(16, 128, 4, 3), Tiling(16, 64, 2, 3))
 _CHUNKS = (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 5))
 
 
 def _attend_s(
-    scale: Scale, dtype: torch.dtype, device: torch.device, step: tuple[int, int, int], decode: Tiling, chunk: Tiling
+    scale: Scale,
+    dtype: torch.dtype,
+    device: torch.device,
+    step: tuple[int, int, int],
+    decode: Tiling,
+    chunk: Tiling,
+    cache: str = "auto",
 ) -> float:
     """`step`: sequences, tokens of context, tokens of each in the step."""
     sequences, context, tokens = step
     config = replace(scale.config, num_layers=1, windows=(None,))
     processors = None if device.type == "cuda" else 4
-    backend = TritonAttention(CacheShape.of(config, dtype, device), processors, decode, chunk)
+    backend = TritonAttention(CacheShape.of(config, dtype, device, cache), processors, decode, chunk)
     num_blocks = sequences * -(-context // BLOCK_SIZE)
     backend.allocate(num_blocks, BLOCK_SIZE)
     blocks = Blocks(num_blocks, BLOCK_SIZE)

@@ -14,9 +14,11 @@ from tokenmill_executor.attention.quantization import FP8, INT4, INT8, KvFormat,
 from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.attention.rotation import hadamard, rotated
 from tokenmill_executor.engine import Engine
+from tokenmill_executor.loading import Loader
 from tokenmill_executor.model import load_runner
 from tokenmill_executor.model.config import ModelError
 from tokenmill_executor.prefix import PrefixHasher, hash_function
+from tokenmill_executor.settings import parse_settings
 
 from tests.fakes.batches import Blocks
 from tests.unit.engine.plans import Driver, admission
@@ -137,6 +139,23 @@ def test_a_cached_prefix_gives_the_tokens_of_a_cold_one(tmp_path: Path, name: st
             outputs[-1] += result.token_ids
     assert cached == 20
     assert outputs[0] == outputs[1]
+
+
+def test_describe_tells_the_cache_type_and_the_blocks_it_makes_room_for(tmp_path: Path) -> None:
+    save(tmp_path, "llama", {"head_dim": 32})
+    flags = ["--model", str(tmp_path), "--dtype", "float32", "--block-size", "4", "--kv-cache-memory-bytes", "256KiB"]
+    told = {}
+    for name in ("auto", *FORMATS):
+        loader = Loader(parse_settings([*flags, "--kv-cache-dtype", name], {}))
+        loader.load()
+        description = loader.service("one").description
+        assert (f"kv_cache_dtype={name}" in description.features) == (name != "auto")
+        told[name] = description.num_blocks, description.cache_version
+    blocks = {name: count for name, (count, _) in told.items()}
+    assert blocks["int8"] == blocks["fp8"]
+    assert blocks["int8"] // blocks["auto"] == 3  # 4 * 32 bytes against 32 + 4
+    assert blocks["int4"] // blocks["auto"] == 6  # 16 + 4
+    assert len({version for _, version in told.values()}) == 4  # no prefix is found across types
 
 
 def test_an_unknown_cache_type_is_refused_in_a_sentence(tmp_path: Path) -> None:
