@@ -30,6 +30,8 @@ from tokenmill_scheduler.core.request import Sampling
 # The feature word, and the one way of hashing blocks that the core knows.
 PREFIX_CACHING = "prefix_caching"
 HASH_ALGORITHM = "sha256"
+# Names are stored and shown.
+MAX_NAME_CHARS = 256
 
 
 class ProtocolError(Exception):
@@ -135,11 +137,13 @@ def blocks(message: pb.Blocks) -> Blocks:
 
 
 def facts(message: pb.DescribeResponse) -> ExecutorFacts:
-    """Raises ProtocolError when a limit that planning needs is missing or zero, or no higher epoch can be kept."""
+    """Raises ProtocolError when a limit that planning needs is missing or zero, a name or an epoch cannot be kept."""
     limits = ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth")
     missing = [name for name in ("name", "model", "vocab_size", *limits) if not getattr(message, name)]
     if missing:
         raise ProtocolError(f"the executor describes itself without {', '.join(missing)}")
+    if not all(name.isprintable() and len(name) <= MAX_NAME_CHARS for name in (message.name, message.model)):
+        raise ProtocolError(f"the executor's name or model is not of at most {MAX_NAME_CHARS} printable characters")
     if message.epoch >= MAX_EPOCH:
         raise ProtocolError(f"the executor has seen epoch {message.epoch}, which leaves no higher one: start it again")
     return ExecutorFacts(

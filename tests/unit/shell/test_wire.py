@@ -162,6 +162,13 @@ def test_what_an_executor_says_of_itself() -> None:
     assert wire.facts(message).description.block_groups == (BlockGroup(), BlockGroup(512, 4))
     message.num_host_blocks = 7
     assert wire.facts(message).description.num_host_blocks == 7
+    for name in ("a\0b", "x" * 257):
+        for changes in (pb.DescribeResponse(name=name), pb.DescribeResponse(model=name)):
+            named = pb.DescribeResponse()
+            named.CopyFrom(message)
+            named.MergeFrom(changes)
+            with pytest.raises(wire.ProtocolError, match="name or model is not of at most 256 printable characters"):
+                wire.facts(named)
     message.epoch = 2**63 - 1
     with pytest.raises(wire.ProtocolError, match="start it again"):
         wire.facts(message)
