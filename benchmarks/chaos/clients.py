@@ -22,15 +22,18 @@ from tokenmill_client import (
 from tokenmill_client.errors import RequestCancelled, RequestExpired
 from tokenmill_client.options import SubmitOptions
 
+from benchmarks.chaos.groups import PAUSE_S, GroupVisit, send_choices
 from benchmarks.chaos.sent import Ask, Book, Sent
 
 # Of one try. A client here tries again under the same id until it is answered: the run says when that has taken too long.
 RETRY = RetryPolicy(call_limit_s=10.0, attach_limit_s=30.0)
 CALL_TIMEOUT_S = 10.0
-_PAUSE_S = 0.1
 _TRY_AGAIN = (Unavailable, DeadlineExceeded, QueueFull)
 _MAX_PROMPT_TOKENS = 100
 _DEADLINE_S = 1.0
+# Of all requests, those for several choices.
+_GROUPS = 0.1
+_MOST_CHOICES = 3
 
 
 class Visit:
@@ -94,7 +97,7 @@ class Visit:
             except RequestNotDone as ending:
                 self._sent.end(_state(ending), self._clock())
             except _TRY_AGAIN:
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
             except TokenmillError as error:
                 self._fail(error)
 
@@ -104,7 +107,7 @@ class Visit:
                 await call()
                 return
             except _TRY_AGAIN:
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
             except TokenmillError as error:
                 self._fail(error)
                 return
@@ -161,10 +164,20 @@ class Clients:
         async with AsyncClient(self._address(number), timeout=CALL_TIMEOUT_S, retry=RETRY) as client:
             served = 0
             while not self._leaving:
-                behave, detached, hurried = rng.choice(_BEHAVIOURS)
-                ask = draw_ask(rng, f"c{number}-{served}", self._max_tokens, detached, _DEADLINE_S if hurried else None)
-                await behave(Visit(client, self._book.send(ask), rng, self._book.clock))
+                request_id = f"c{number}-{served}"
+                await (self._visit_group if rng.random() < _GROUPS else self._visit)(client, rng, request_id)
                 served += 1
+
+    async def _visit(self, client: AsyncClient, rng: random.Random, request_id: str) -> None:
+        behave, detached, hurried = rng.choice(_BEHAVIOURS)
+        ask = draw_ask(rng, request_id, self._max_tokens, detached, _DEADLINE_S if hurried else None)
+        await behave(Visit(client, self._book.send(ask), rng, self._book.clock))
+
+    async def _visit_group(self, client: AsyncClient, rng: random.Random, request_id: str) -> None:
+        ask = draw_ask(rng, request_id, self._max_tokens, detached=True)
+        choices = send_choices(self._book, ask, rng.randint(2, _MOST_CHOICES))
+        visit = GroupVisit(client, choices, rng, self._book.clock, _TRY_AGAIN)
+        await rng.choice((visit.read, visit.read, visit.cancel))()
 
 
 def draw_ask(rng: random.Random, request_id: str, max_tokens: int, detached: bool, deadline_s: float | None = None) -> Ask:

@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tokenmill_scheduler.core.choices import SEPARATOR
 
 from benchmarks.chaos.faults import KINDS, Fault, Target, draw
 from benchmarks.chaos.report import told
@@ -39,3 +40,4 @@ async def test_c05_c40_c45_c47_c72_c73_faults_of_every_kind_lose_nothing_and_cha
     assert {befell.fault for befell in outcome.befell} == set(faults)
     # The clients were at work, and it was them who were judged.
     assert sum(stored.state == "done" for stored in outcome.stored.values()) >= 20
+    assert any(stored.state == "done" for request_id, stored in outcome.stored.items() if SEPARATOR in request_id), "of groups, too"
