@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tokenmill_executor.engine import Engine
+from tokenmill_executor.host_tier import Rate
 from tokenmill_executor.prefix import short_hash
 from tokenmill_executor.records import Admission, Blocks, Plan, PrefixChanges, Result, SequenceFault, SequenceFinish
 from tokenmill_executor.runner import ONE_GROUP, BlockGroup
@@ -62,28 +63,24 @@ class RandomPlans(RuleBasedStateMachine):
         self.plan_id = 0
         self.blocks: Blocks | None = None
 
-    @initialize(
-        num_blocks=st.integers(2, 8),
-        block_size=st.integers(1, 4),
-        caching=st.booleans(),
-        groups=st.sampled_from(GROUPS),
-        num_host_blocks=st.sampled_from([0, 1, 2, 5, 40]),
-    )
-    def start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...], num_host_blocks: int) -> None:
+    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4), caching=st.booleans(), groups=st.sampled_from(GROUPS))
+    def start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...]) -> None:
+        self._start(num_blocks, block_size, caching, groups, num_host_blocks=0)
+
+    def _start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...], num_host_blocks: int) -> None:
         self.groups = groups
         self.num_blocks = num_blocks * len(groups)
         self.block_size = block_size
         self.caching = caching = caching and groups == ONE_GROUP
         self.forked = False
         self.mirror: set[int] = set()
-        self.runner = OracleRunner(MAX_MODEL_LEN, groups=groups)
         self.engine = Engine(
-            self.runner,
+            OracleRunner(MAX_MODEL_LEN, groups=groups),
             self.num_blocks,
             block_size,
             max_num_seqs=4,
             hasher=hasher(block_size) if caching else None,
-            num_host_blocks=num_host_blocks if caching else 0,
+            num_host_blocks=num_host_blocks,
         )
 
     @rule(data=st.data())
@@ -97,14 +94,8 @@ class RandomPlans(RuleBasedStateMachine):
         named = sorted({*self.live, *(sequence_id for sequence_id, _ in self.gone[-2:])})
         ids = data.draw(st.lists(st.sampled_from(named), max_size=4, unique=True) if named else st.just([]), "advance")
         most = [data.draw(st.integers(0, 9)) for _ in ids]
-        self._measure(data)
         self.plan_id += 1
         self._compare(self.engine.carry_out(Plan(1, self.plan_id, release, admit, ids, most)), most)
-
-    def _measure(self, data: st.DataObject) -> None:
-        """So that copying back is at times the cheaper way, at times not."""
-        if self.runner.host is not None:
-            self.runner.host.measured = data.draw(st.sampled_from([(0, 0.0), (1, 0.0), (1, 1e9)]), "copies")
 
     def _admission(self, data: st.DataObject) -> Admission:
         sequence_id, self.next_id = self.next_id, self.next_id + 1
@@ -117,12 +108,15 @@ class RandomPlans(RuleBasedStateMachine):
             other = self.live[fork_of]
             model = Model(other.tokens[: other.num_prompt], other.num_prompt, data.draw(st.integers(1, 8), "max_tokens"))
         else:
-            prompt: list[int] = data.draw(st.lists(st.sampled_from([1, 1, 1, 2, POISON]), min_size=1, max_size=10), "prompt")
+            prompt = self._prompt(data)
             model = Model(prompt, len(prompt), data.draw(st.integers(1, 8), "max_tokens"))
         self.live[sequence_id] = model
         plain = admission(sequence_id, model.tokens[: model.num_prompt], model.tokens[model.num_prompt :], model.max_tokens)
         # Also of one with another prompt, or that is gone by then: nothing may come of it.
         return replace(plain, fork_of=fork_of)
+
+    def _prompt(self, data: st.DataObject) -> list[int]:
+        return data.draw(st.lists(st.sampled_from([1, 1, 1, 2, POISON]), min_size=1, max_size=10), "prompt")
 
     def _compare(self, result: Result, most: list[int]) -> None:
         self.blocks = result.blocks
@@ -215,5 +209,38 @@ class RandomPlans(RuleBasedStateMachine):
         assert not standing.prefix.dropped
 
 
+class RandomSwaps(RandomPlans):
+    """The same with a host tier of few slots or many: a few prompts that take turns with a small pool, given up and taken up again.
+
+    At times it is cheaper to copy blocks back, at times to compute them.
+    """
+
+    @initialize(num_blocks=st.integers(4, 7), block_size=st.integers(1, 2), num_host_blocks=st.sampled_from([1, 3, 6, 40]))
+    def start(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        self._start(num_blocks, block_size, caching=True, groups=ONE_GROUP, num_host_blocks=num_host_blocks)
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 1e9]))
+    def copies_take(self, seconds: float) -> None:
+        assert self.engine.host_tier is not None
+        self.engine.host_tier._copy = Rate(1.0, seconds)
+
+    def _prompt(self, data: st.DataObject) -> list[int]:
+        first, length = data.draw(st.sampled_from([1, 1, 1, 2, 2, 3, POISON]), "first"), data.draw(st.integers(3, 8), "length")
+        return [first, *range(10, 9 + length)]
+
+    @rule(data=st.data(), turns=st.integers(2, 6))
+    def take_turns(self, data: st.DataObject, turns: int) -> None:
+        """Each time all that live make way for one, which is computed to its next token."""
+        for _ in range(turns):
+            release = sorted(self.live)
+            self.gone += [(sequence_id, self.live.pop(sequence_id)) for sequence_id in release]
+            admit = self._admission(data)
+            self.plan_id += 1
+            self._compare(self.engine.carry_out(Plan(1, self.plan_id, release, [admit], [admit.sequence_id], [20])), [20])
+            self.engine.check()
+
+
 RandomPlans.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 TestC14RandomPlans = RandomPlans.TestCase
+RandomSwaps.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+TestC14RandomSwaps = RandomSwaps.TestCase
