@@ -141,14 +141,17 @@ class Loader:
             )
         self._hasher = make_hasher(self._settings, runner)
         self._num_host_blocks = count_host_blocks(self._settings, runner, self._hasher)
-        return Engine(
-            runner,
-            self._num_blocks,
-            self._settings.block_size,
-            self._settings.max_num_seqs,
-            hasher=self._hasher,
-            num_host_blocks=self._num_host_blocks,
-        )
+        try:
+            return Engine(
+                runner,
+                self._num_blocks,
+                self._settings.block_size,
+                self._settings.max_num_seqs,
+                hasher=self._hasher,
+                num_host_blocks=self._num_host_blocks,
+            )
+        except MemoryError as error:
+            raise SettingsError(f"lower --kv-offloading-size or --kv-cache-memory-bytes: {error}") from error
 
     def service(self, name: str) -> Service:
         assert self._runner is not None

@@ -176,7 +176,7 @@ class Runner(Protocol):
         """Makes the KV cache. Called once, before the first step."""
 
     def host_memory(self, num_blocks: int) -> HostMemory:
-        """Makes so many slots beside the KV cache. Called at most once, after `allocate`."""
+        """Makes so many slots beside the KV cache. Called at most once, after `allocate`. Raises MemoryError."""
 
     def step(self, batch: Batch) -> StepOutput:
         """One forward pass and its sampling.

@@ -25,13 +25,16 @@ _STAGING_BYTES = 64 << 20
 
 
 class TorchHostMemory:
-    """`storage` is the cache: tensors whose first dimension is the block, on one device."""
+    """`storage` is the cache: tensors whose first dimension is the block, on one device. Raises MemoryError."""
 
     def __init__(self, storage: SequenceOf[torch.Tensor], num_slots: int, device: torch.device) -> None:
         self._device = device
         self._parts = [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in storage]
         size = sum(part.shape[1] for part in self._parts)
-        self._slots = torch.empty((num_slots, size), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        try:
+            self._slots = torch.empty((num_slots, size), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        except RuntimeError as error:
+            raise MemoryError(f"{num_slots * size} bytes of host memory cannot be had: {error}") from error
         rows = min(num_slots, max(1, _STAGING_BYTES // size))
         self._staging = torch.empty((rows, size), dtype=torch.uint8, device=device)
         self._timeline: _HostTimeline | _CudaTimeline = _CudaTimeline(device) if device.type == "cuda" else _HostTimeline()

@@ -100,3 +100,28 @@ def test_after_a_copy_that_failed_the_cache_is_not_trusted() -> None:
     memory = TorchHostMemory([torch.zeros(4, 2)], 2, torch.device("cpu"))
     with pytest.raises(DeviceLost, match="KV cache and host memory"):
         memory.copy_out([9], [0])
+
+
+def test_more_host_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(MemoryError, match="bytes of host memory cannot be had"):
+        TorchHostMemory([torch.zeros(4, 2)], 1 << 56, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_copies_and_steps_take_effect_in_the_order_they_are_asked_for() -> None:
+    """What leaves is overwritten at once by the stream of the steps, and what comes back is read by it at once."""
+    device = torch.device("cuda")
+    storage = [torch.zeros(64, 16, 4096, dtype=torch.bfloat16, device=device) for _ in range(8)]
+    memory = TorchHostMemory(storage, 64, device)
+    blocks = list(range(64))
+    for turn in range(20):
+        for place, tensor in enumerate(storage):
+            tensor.copy_(torch.arange(64, device=device)[:, None, None] + turn + place)
+        expected = [tensor.clone() for tensor in storage]
+        memory.copy_out(blocks, blocks[::-1])
+        for tensor in storage:
+            tensor.fill_(-1.0)
+        memory.copy_in(blocks[::-1], blocks)
+        assert all(torch.equal(tensor, old) for tensor, old in zip(storage, expected, strict=True))
+    torch.cuda.synchronize(device)
+    assert memory.take_measured()[0] == 20 * 2 * 64
