@@ -52,10 +52,14 @@ def submit(prompt: str | None, options: SubmitOptions) -> inference_pb2.SubmitRe
 
 
 def attach(request_id: str, next_indexes: Sequence[int], output: OutputForm) -> inference_pb2.AttachRequest:
-    """From these indexes on, one for each choice, or one for all there may be."""
-    if len(next_indexes) == 1:
-        return inference_pb2.AttachRequest(request_id=request_id, next_index=next_indexes[0], output=_output_options(output))
-    return inference_pb2.AttachRequest(request_id=request_id, next_indexes=next_indexes, output=_output_options(output))
+    """From these indexes on, one for each choice, or one for all there may be. Raises InvalidRequest where one is no index."""
+    message = inference_pb2.AttachRequest(request_id=request_id, output=_output_options(output))
+    with _Field("next_index"):
+        if len(next_indexes) == 1:
+            message.next_index = next_indexes[0]
+        else:
+            message.next_indexes.extend(next_indexes)
+    return message
 
 
 def get_request(request_id: str, include_output: bool) -> inference_pb2.GetRequestRequest:

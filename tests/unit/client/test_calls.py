@@ -113,6 +113,11 @@ async def test_a_value_that_does_not_fit_names_its_field(client: AsyncClient, op
     assert [field for field, _ in caught.value.violations] == [name]
 
 
+async def test_an_index_that_is_none_names_its_field(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequest, match="next_index: "):
+        await client.attach("a", -1).result()
+
+
 def test_request_ids_are_valid_distinct_and_in_order() -> None:
     ids = [new_request_id() for _ in range(100)]
     assert len(set(ids)) == 100
