@@ -33,8 +33,9 @@ def attention(scale: Scale, device: torch.device) -> Table:
     table = Table("Attention against the reference", ("heads", "type", "cache", "backend", "largest error", "bound", "right"))
     for heads in HEADS if device.type == "cuda" else HEADS[1:2]:
         for dtype in scale.dtypes:
-            for cache, cache_bound in CACHE_BOUNDS.items():
-                bound = max(ATTENTION_BOUNDS[dtype], cache_bound)
+            # Interpreted kernels take their time: one quantised cache is enough to see that this runs.
+            for cache in CACHE_BOUNDS if device.type == "cuda" else ("auto", "int4"):
+                bound = max(ATTENTION_BOUNDS[dtype], CACHE_BOUNDS[cache])
                 for name, error in _attention_errors(heads, dtype, device, cache).items():
                     table.wrong |= not error <= bound
                     shape = f"{heads[0]} / {heads[1]} × {heads[2]}"
