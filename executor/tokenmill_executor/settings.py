@@ -147,8 +147,9 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "float32 gives the tokens of transformers; auto is fast: bfloat16 on CUDA and where a CPU has kernels for it",
         },
         "--quantization": {
-            "choices": ("int8", "int4"),
-            "help": "of the weights, on a CPU; faster, less exact; int4 takes Q4_0 and Q4_1 of GGUF files as they are",
+            "choices": ("int8", "int4", "fp8"),
+            "help": "of the weights; faster, less exact; int4 is for a CPU and takes Q4_0 and Q4_1 of GGUF files as they are, "
+            "fp8 is for CUDA",
         },
         "--device": {"default": "auto", "help": "cpu, cuda or cuda:N; auto is CUDA if there is a device"},
         "--max-model-len": {"type": count, "help": "most tokens of a sequence, prompt and output; without it, the model's limit"},

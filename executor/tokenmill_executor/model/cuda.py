@@ -16,6 +16,7 @@ from tokenmill_executor.attention.rotation import rotated, rotated_decodes
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.graphs import Capture, GraphedDecoder, Replay
+from tokenmill_executor.model.linear import LinearMaker, make_linear
 from tokenmill_executor.model.ops import Ops
 from tokenmill_executor.model.port import Model
 
@@ -31,16 +32,17 @@ def cuda_model(
     max_num_seqs: int,
     kv_cache_dtype: str = "auto",
     attention_backend: str = "auto",
+    linear: LinearMaker = make_linear,
 ) -> Model:
-    """See `choose_attention` for `attention_backend`; with "reference" all of it is torch."""
+    """See `choose_attention` for `attention_backend`; with "reference" all of it is torch. `linear` is the decoder's."""
     shape = CacheShape.of(config, dtype, device, kv_cache_dtype)
     attention, ops = choose_attention(attention_backend, shape), None if attention_backend == "reference" else _ops()
     if isinstance(attention, DecodeBackend):
         decodes = rotated_decodes(attention, shape)
-        decoder = Decoder(config, tensors, dtype, device, max_model_len, lambda _: decodes, ops, kv_cache_dtype)
+        decoder = Decoder(config, tensors, dtype, device, max_model_len, lambda _: decodes, ops, kv_cache_dtype, linear)
         return GraphedDecoder(decoder, decodes, partial(cuda_capture, device), max_num_seqs, max_model_len)
     turned = rotated(attention, shape)
-    return Decoder(config, tensors, dtype, device, max_model_len, lambda _: turned, ops, kv_cache_dtype)
+    return Decoder(config, tensors, dtype, device, max_model_len, lambda _: turned, ops, kv_cache_dtype, linear)
 
 
 def _ops() -> Ops | None:

@@ -16,7 +16,7 @@ from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatc
 from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.attention.rotation import rotated
 from tokenmill_executor.model.config import ModelConfig
-from tokenmill_executor.model.linear import Linear, make_linear
+from tokenmill_executor.model.linear import Linear, LinearMaker, make_linear
 from tokenmill_executor.model.ops import Ops, TorchOps
 from tokenmill_executor.model.rope import rotary_tables
 from tokenmill_executor.runner import Batch, BlockGroup, Int32Array
@@ -48,7 +48,10 @@ def reference_attention(shape: CacheShape) -> AttentionBackend:
 
 
 class Decoder:
-    """A `Model` in torch. Weights are read from `tensors` one layer at a time and kept in `dtype` on `device`."""
+    """A `Model` in torch. Weights are read from `tensors` one layer at a time and kept in `dtype` on `device`.
+
+    `linear` makes the layers' projections, and may quantise their weights; the head stays in `dtype`.
+    """
 
     def __init__(
         self,
@@ -60,13 +63,14 @@ class Decoder:
         make_attention: Callable[[CacheShape], AttentionBackend] = reference_attention,
         ops: Ops | None = None,
         kv_cache_dtype: str = "auto",
+        linear: LinearMaker = make_linear,
     ) -> None:
         self.config = config
         self.device = device
         self._cache_shape = CacheShape.of(config, dtype, device, kv_cache_dtype)
         self._attention = make_attention(self._cache_shape)
         self._ops = ops or TorchOps()
-        weights = _Weights(tensors, dtype, device, config.norm_offset)
+        weights = _Weights(tensors, dtype, device, config.norm_offset, linear)
         self._embeddings = weights.get("model.embed_tokens.weight")
         self._layers = [_load_layer(config, weights, layer) for layer in range(config.num_layers)]
         self._norm = weights.norm("model.norm.weight")
@@ -164,12 +168,13 @@ class _Weights:
     """Reads tensors in the type and on the device to compute with."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, norm_offset: float = 0.0
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, norm_offset: float, linear: LinearMaker
     ) -> None:
         self._tensors = tensors
         self._dtype = dtype
         self._device = device
         self._norm_offset = norm_offset
+        self._linear = linear
 
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(self._device, self._dtype)
@@ -183,7 +188,7 @@ class _Weights:
     def fused(self, prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
         """Projections of the same input as one."""
         weight = torch.cat([self.get(f"{prefix}.{name}.weight") for name in names])
-        return make_linear(weight, torch.cat([self.get(f"{prefix}.{name}.bias") for name in names]) if bias else None)
+        return self._linear(weight, torch.cat([self.get(f"{prefix}.{name}.bias") for name in names]) if bias else None)
 
 
 def _load_layer(config: ModelConfig, weights: _Weights, index: int) -> _Layer:

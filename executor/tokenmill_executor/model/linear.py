@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own usage
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+# From a weight of [out, in] and a bias of [out], or none.
+LinearMaker = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

@@ -13,8 +13,10 @@ from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels, why_not
 from tokenmill_executor.model.config import ModelConfig, ModelError, with_windows
 from tokenmill_executor.model.cuda import cuda_model
 from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.linear import make_linear
 from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, largest_batch
 from tokenmill_executor.model.port import Model
+from tokenmill_executor.model.quantized_linear import QUANTIZED_LINEARS
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
 from tokenmill_executor.model.weights import Checkpoint
@@ -24,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 # Ada and Hopper: the first with float8_e4m3.
 _FP8_CAPABILITY = (8, 9)
+CPU_QUANTIZATIONS, CUDA_QUANTIZATIONS = ("int8", "int4"), tuple(QUANTIZED_LINEARS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -91,6 +94,7 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
             settings.max_num_seqs,
             settings.kv_cache_dtype,
             settings.attention_backend,
+            QUANTIZED_LINEARS.get(settings.quantization or "", make_linear),
         )
     kv_cache_dtype = settings.kv_cache_dtype
     return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, kv_cache_dtype=kv_cache_dtype)
@@ -133,8 +137,9 @@ def _cpu_choice(settings: LoadSettings, max_model_len: int) -> CpuChoice:
 
 def _dtype(settings: LoadSettings, device: torch.device, config: ModelConfig, max_model_len: int) -> torch.dtype:
     name, quantizes = settings.dtype, settings.quantization is not None
-    if quantizes and (device.type != "cpu" or name == "float32"):
-        raise ModelError("int8 and int4 weights are for a CPU in bfloat16; choose the device cpu and the dtype bfloat16.")
+    offered = CUDA_QUANTIZATIONS if device.type == "cuda" else CPU_QUANTIZATIONS
+    if quantizes and (settings.quantization not in offered or name == "float32"):
+        raise ModelError(f"On {device.type} weights can be quantised to {' or '.join(offered)}, beside the dtype bfloat16.")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or quantizes else _cpu_dtype(config, _cpu_choice(settings, max_model_len))
     if name not in DTYPES:

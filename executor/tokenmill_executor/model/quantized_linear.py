@@ -6,13 +6,11 @@ quantisation). The same functions run on a CPU, for tests; what is fast there ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own usage
 
 from tokenmill_executor.model.config import ModelError
-from tokenmill_executor.model.linear import Linear
+from tokenmill_executor.model.linear import Linear, LinearMaker
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 # What cuBLAS asks of a matrix's sides, and of the rows of an int8 product.
@@ -48,7 +46,7 @@ def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     return linear
 
 
-QUANTIZED_LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {"fp8": fp8_linear, "int8": int8_linear}
+QUANTIZED_LINEARS: dict[str, LinearMaker] = {"fp8": fp8_linear, "int8": int8_linear}
 
 
 def quantize(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

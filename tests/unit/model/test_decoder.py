@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.linear import LinearMaker, make_linear
+from tokenmill_executor.model.quantized_linear import QUANTIZED_LINEARS
 from tokenmill_executor.model.weights import load_checkpoint
 
 from tests.fakes.batches import Blocks, Track
@@ -74,12 +76,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 class Served:
     """A transformers model, and the same read back from disk by ours."""
 
-    def __init__(self, folder: Path, family: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        family: str,
+        changes: dict[str, Any],
+        dtype: torch.dtype = torch.float32,
+        linear: LinearMaker = make_linear,
+    ) -> None:
         self.oracle = random_model(family, **changes)
         self.oracle.save_pretrained(folder, max_shard_size="300KB")
         checkpoint = load_checkpoint(folder)
         device = torch.device("cpu")
-        self.decoder = Decoder(checkpoint.config, checkpoint.tensors, dtype, device, checkpoint.config.max_model_len)
+        limit = checkpoint.config.max_model_len
+        self.decoder = Decoder(checkpoint.config, checkpoint.tensors, dtype, device, limit, linear=linear)
         self.decoder.allocate(NUM_BLOCKS, BLOCK_SIZE)
         self.blocks = Blocks(NUM_BLOCKS, BLOCK_SIZE, groups=len(self.decoder.block_groups))
 
@@ -149,6 +159,15 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     got, expected = served.logits((track, 15)), served.expected(track)
     assert got.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(got, expected).item() > 0.998
+
+
+@pytest.mark.parametrize(("kind", "nearness"), [("fp8", 0.85), ("int8", 0.99)])
+def test_quantised_weights_are_near_float32(kind: str, nearness: float, tmp_path: Path) -> None:
+    served = Served(tmp_path, "qwen2", {}, torch.bfloat16, QUANTIZED_LINEARS[kind])
+    track = served.blocks.track(prompt(40, 5))
+    served.logits((track, 25))
+    got, expected = served.logits((track, 15)), served.expected(track)
+    assert torch.nn.functional.cosine_similarity(got, expected).item() > nearness
 
 
 def test_blocks_of_a_finished_sequence_serve_the_next(tmp_path: Path) -> None:
