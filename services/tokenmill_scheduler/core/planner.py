@@ -183,10 +183,9 @@ class Planner:
                     break
 
     def _may_pass(self, live: LiveRequest, passed: list[LiveRequest], ordering: Ordering) -> bool:
-        """A preempted request is passed by nobody (C25), any other by its equals and a bounded number of times."""
+        """A preempted request is passed by nobody of its lane (C25), any other by its equals; all a bounded number of times."""
         return len(passed) <= self._max_overtakes and not any(
-            head.state is State.PREEMPTED or head.overtaken >= self._max_overtakes or ordering.outranks(head, live)
-            for head in passed
+            head.overtaken >= self._max_overtakes or ordering.outranks(head, live) or _resumes_before(head, live) for head in passed
         )
 
     def _admit_gang(self, live: LiveRequest, executor: ExecutorState, draft: Draft, now_s: float) -> None:
@@ -230,6 +229,11 @@ class Planner:
         executor.to_release = []
         executor.plans_out.append(PlanOut(plan, tuple(draft.sequences)))
         return plan
+
+
+def _resumes_before(head: LiveRequest, live: LiveRequest) -> bool:
+    """A lower lane's does not, though its lane's guarantee puts it first: what it lacks may be long in coming."""
+    return head.state is State.PREEMPTED and head.request.lane <= live.request.lane
 
 
 def _needs_block(sequence: Sequence) -> bool:

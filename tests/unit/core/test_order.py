@@ -169,6 +169,32 @@ def test_a_lower_priority_does_not_overtake_a_higher_that_does_not_fit() -> None
     assert _admitted(world) == [1, 2, 4]
 
 
+def test_a_lane_s_guarantee_keeps_no_higher_lane_waiting_while_none_of_it_fits() -> None:
+    world = World(SchedulerConfig(max_num_seqs=4, lane_shares=(0, 0, 50)), description(num_blocks=8))
+    world.submit(1, prompt=15, max_tokens=40)
+    world.turn()
+    for seed in range(11, 21):
+        world.submit(seed, prompt=28, max_tokens=1, lane=Lane.BATCH)
+    world.submit(2, prompt=1, max_tokens=1, lane=Lane.REAL_TIME)
+    world.turn()
+    assert _states(world, (1, 2)) == ["decode", "done"]
+
+
+def test_c25_a_preempted_request_keeps_no_higher_lane_waiting() -> None:
+    world = World(SchedulerConfig(max_num_seqs=4, lane_shares=(0, 0, 50)), description(num_blocks=8))
+    world.submit(1, prompt=14, max_tokens=30, lane=Lane.BATCH)
+    world.submit(2, prompt=14, max_tokens=17)
+    while world.state("r1") is not State.PREEMPTED:
+        world.turn()
+    world.turn()
+    assert world.core.wait_reason("r1") == "not enough free KV blocks"
+    world.submit(4, prompt=1, max_tokens=1, lane=Lane.REAL_TIME)
+    world.turn()
+    assert _states(world, (1, 2, 4)) == ["preempted", "decode", "done"]
+    world.drain()
+    world.check_idle()
+
+
 def test_a_lower_lane_does_not_overtake_a_higher_that_does_not_fit() -> None:
     world = World(SchedulerConfig(lane_shares=(0, 0, 0)), description(num_blocks=8))
     world.submit(1, prompt=15, max_tokens=10, lane=Lane.REAL_TIME)
