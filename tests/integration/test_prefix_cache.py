@@ -10,7 +10,10 @@ from tokenmill.admin.v1 import admin_pb2
 
 from tests.fakes.calls import Caller, foretold, spec
 from tests.fakes.processes import Processes, wait_serving
+from tests.fakes.scrapes import free_port, scrape
 
+# A block is copied sooner than its 16 tokens are computed.
+HOST_MEMORY = ("--kv-offloading-size", "0.1", "--simulated-prefill-token-us", "50")
 PREFIX = [40 + number % 80 for number in range(160)]
 
 
@@ -58,7 +61,7 @@ async def test_without_it_nothing_is_hit(processes: Processes) -> None:
 
 async def test_what_a_small_pool_evicts_is_found_in_host_memory(processes: Processes) -> None:
     """Twelve blocks hold one prompt at a time."""
-    executor = processes.executor("--num-gpu-blocks-override", "12", "--kv-offloading-size", "0.1")
+    executor = processes.executor("--num-gpu-blocks-override", "12", *HOST_MEMORY)
     scheduler = processes.scheduler(executor.address, flags=("--policy", "lpm"))
     await wait_serving(scheduler.address)
     others = [[30 + number] * 160 for number in range(3)]
@@ -69,3 +72,20 @@ async def test_what_a_small_pool_evicts_is_found_in_host_memory(processes: Proce
         prompt = [*PREFIX, 99]
         assert (await caller.run(spec(prompt, 20))).tokens == foretold(prompt, 20)
         assert await _cached_tokens(caller) == (160, 4 * 160 + 161)
+
+
+async def test_c19_preempted_sequences_resume_by_swap_with_the_same_tokens(processes: Processes) -> None:
+    """Four sequences of up to eleven blocks in a pool of sixteen."""
+    address = f"127.0.0.1:{free_port()}"
+    executor = processes.executor("--num-gpu-blocks-override", "16", "--metrics-address", address, *HOST_MEMORY)
+    scheduler = processes.scheduler(executor.address)
+    await wait_serving(scheduler.address)
+    prompts = [[50 + number] * 64 for number in range(4)]
+    async with Caller(scheduler.address) as caller:
+        streams = await asyncio.gather(*(caller.run(spec(prompt, 100)) for prompt in prompts))
+        assert [stream.tokens for stream in streams] == [foretold(prompt, 100) for prompt in prompts]
+        load = await caller.admin.GetLoad(admin_pb2.GetLoadRequest())
+    seen = await scrape(address)
+    assert load.preemptions > 0
+    assert seen("executor_kv_offload_copied_blocks_total", direction="in") > 0
+    assert seen("executor_blocks", state="held") == 0
