@@ -132,7 +132,7 @@ def _report(times_ms: Times, rate: float, threads: int) -> str:
     lines = [
         f"# Paged attention on the CPU, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        f"`python -m benchmarks.attention`, {threads} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} at the "
+        f"`python -m benchmarks.attention --threads {threads}`, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} at the "
         f"end; memory read at {rate / 1e9:.1f} GB/s. Milliseconds of all 30 layers' decodes, least of the rounds.",
         "",
         "| | " + " | ".join(STEPS) + " |",
