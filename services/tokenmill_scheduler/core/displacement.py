@@ -26,8 +26,8 @@ _DISPLACED = "displaced by a request of higher priority"
 def last_in_order(executor: ExecutorState, queue: WaitingQueue) -> Sequence | None:
     """The running sequence that would be admitted last: lowest lane and priority, then latest arrival.
 
-    That is mostly the one with least work to lose. Not always; but the earliest gets on in any case, whereas of two that give way by
-    their computed tokens each could be the one with fewer, in turn, for ever.
+    That is mostly the one with least work to lose. Not always, but the earliest gets on in any case, whereas of two that give way
+    by their computed tokens each could be the one with fewer, in turn, for ever.
     """
     return max(_candidates(executor), key=lambda sequence: _place(sequence, queue), default=None)
 
