@@ -59,7 +59,8 @@ class Warden:
 
     def _signals(self, now_s: float) -> Signals:
         """Who waits for something else than room, as a quota, an operator or an executor, is no sign of too much work."""
-        joined = [executor for executor in self._roster.executors.values() if executor.joined]
+        drained, executors = self._roster.drained, self._roster.executors.values()
+        joined = [executor for executor in executors if executor.joined and executor.name not in drained]
         backlog, quotas = self._roster.backlog, self._roster.quotas
         waits = [backlog.longest_wait_s(lane, now_s, lambda tenant: not quotas.limits(tenant, now_s)) for lane in _BEFORE_BATCH]
         self._others_wait = waits != [None, None]

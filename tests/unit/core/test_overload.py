@@ -209,6 +209,12 @@ def test_who_waits_for_something_else_than_room_is_no_overload() -> None:
         world.tick(0.1)
     world.resume()
     world.turn()
+    world.drain_executor()
+    world.submit(5)
+    for _ in range(100):
+        world.tick(0.1)
+    world.undrain_executor()
+    world.turn()
     world.lose()
     world.submit(4)
     for _ in range(100):
