@@ -13,7 +13,8 @@ class HugeArena:
     """Hands out tensors from one mapping. Raises MemoryError when that is used up."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._map = mmap.mmap(-1, max(size_bytes, 1))
+        # Private, which is not Python's default: shared memory gets huge pages only where the system was told so.
+        self._map = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
