@@ -21,7 +21,7 @@ class CpuTime:
         seconds = {}
         for thread in Path(f"/proc/{pid}/task").iterdir():
             # One may end meanwhile.
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, ProcessLookupError):
                 seconds[thread.name] = int((thread / "schedstat").read_text().split()[0]) / 1e9
         main = seconds.pop(str(pid))
         return cls(main, sum(seconds.values()))
