@@ -77,6 +77,27 @@ class CacheShape:
         return [PagedHeads(*sizes, self.kv_format, self.device) for _ in range(self.layout.layers_per_group)]
 
 
+class PagedBackend:
+    """What backends over `PagedHeads` share: K and V of each place of a group."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+        self._block_size = 0
+        self._keys: list[PagedHeads] = []
+        self._values: list[PagedHeads] = []
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Makes the cache, dropping an earlier one."""
+        self._block_size = block_size
+        self._keys, self._values = [], []  # an earlier cache is freed before a new one is made
+        self._keys = self._shape.make_cache(num_blocks, block_size)
+        self._values = self._shape.make_cache(num_blocks, block_size)
+
+    def storage(self) -> list[torch.Tensor]:
+        """[num_blocks, ...] each."""
+        return [tensor for heads in (*self._keys, *self._values) for tensor in heads.storage()]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The parts of `Batch` that attention needs, as it has them: on the host, int32. `slots_on_device` is [G, T] int64."""

@@ -15,8 +15,7 @@ import flashinfer
 import numpy as np
 import torch
 
-from tokenmill_executor.attention.backend import AttentionBatch, CacheShape
-from tokenmill_executor.attention.cache import PagedHeads
+from tokenmill_executor.attention.backend import AttentionBatch, CacheShape, PagedBackend
 from tokenmill_executor.runner import Int32Array
 from tokenmill_executor.upload import upload
 
@@ -33,30 +32,18 @@ def why_not(shape: CacheShape) -> str | None:
     return None if shape.dtype in (torch.bfloat16, torch.float16) else f"it has no {shape.dtype} attention"
 
 
-class FlashInferAttention:
+class FlashInferAttention(PagedBackend):
     """K and V of each place in a group, as its layout "NHD"; one plan of a step for each group of layers."""
 
     def __init__(self, shape: CacheShape) -> None:
-        self._shape = shape
+        super().__init__(shape)
         self._layout = shape.layout
-        self._block_size = 0
-        self._keys: list[PagedHeads] = []
-        self._values: list[PagedHeads] = []
         self._slots = torch.empty((0, 0), dtype=torch.int64)
         self._planned: list[Any] = [self._wrapper() for _ in self._layout.groups]
 
     def _wrapper(self) -> Any:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._shape.device)
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._keys, self._values = [], []  # an earlier cache is freed before a new one is made
-        self._keys = self._shape.make_cache(num_blocks, block_size)
-        self._values = self._shape.make_cache(num_blocks, block_size)
-
-    def storage(self) -> list[torch.Tensor]:
-        return [tensor for heads in (*self._keys, *self._values) for tensor in heads.storage()]
 
     def prepare(self, batch: AttentionBatch) -> None:
         shape, size = self._shape, self._block_size

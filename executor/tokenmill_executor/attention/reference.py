@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own usage
 
-from tokenmill_executor.attention.backend import AttentionBatch, CacheShape
+from tokenmill_executor.attention.backend import AttentionBatch, CacheShape, PagedBackend
 from tokenmill_executor.attention.cache import PagedHeads
 from tokenmill_executor.runner import Int32Array
 
@@ -57,27 +57,15 @@ class _Piece:
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class ReferenceAttention:
+class ReferenceAttention(PagedBackend):
     """K and V of each place in a group."""
 
     def __init__(self, shape: CacheShape) -> None:
-        self._shape = shape
+        super().__init__(shape)
         self._layout = shape.layout
-        self._block_size = 0
-        self._keys: list[PagedHeads] = []
-        self._values: list[PagedHeads] = []
         self._pieces: list[_Piece] = []
         self._slots = torch.empty((0, 0), dtype=torch.int64)
         self._block_tables = np.zeros((0, 0, 0), dtype=np.int32)
-
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._keys, self._values = [], []  # an earlier cache is freed before a new one is made
-        self._keys = self._shape.make_cache(num_blocks, block_size)
-        self._values = self._shape.make_cache(num_blocks, block_size)
-
-    def storage(self) -> list[torch.Tensor]:
-        return [tensor for heads in (*self._keys, *self._values) for tensor in heads.storage()]
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._slots = batch.slots_on_device

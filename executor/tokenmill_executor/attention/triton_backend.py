@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import triton
 
-from tokenmill_executor.attention.backend import AttentionBatch, CacheShape, DecodeInputs
-from tokenmill_executor.attention.cache import PagedHeads
+from tokenmill_executor.attention.backend import AttentionBatch, CacheShape, DecodeInputs, PagedBackend
 from tokenmill_executor.attention.triton_kernels import attend_kernel, join_splits_kernel, quantize_kv_kernel, write_kv_kernel
 from tokenmill_executor.runner import Int32Array
 from tokenmill_executor.upload import upload
@@ -65,7 +64,7 @@ class _Step:
     launches: tuple[_Launch, ...]
 
 
-class TritonAttention:
+class TritonAttention(PagedBackend):
     """K and V of each place in a group.
 
     `num_processors` is that of the device's multiprocessors, by default as the device says.
@@ -78,7 +77,7 @@ class TritonAttention:
         decode: Tiling | None = None,
         chunk: Tiling | None = None,
     ) -> None:
-        self._shape = shape
+        super().__init__(shape)
         self._layout = shape.layout
         self._format = shape.kv_format
         self._group = shape.num_heads // shape.num_kv_heads
@@ -86,19 +85,7 @@ class TritonAttention:
         self._decode = decode or DECODE[shape.dtype.itemsize]
         self._chunk = chunk or CHUNK[shape.dtype.itemsize]
         self._programs_wanted = _PROGRAMS_PER_PROCESSOR * (num_processors or _count_processors(shape.device))
-        self._block_size = 0
-        self._keys: list[PagedHeads] = []
-        self._values: list[PagedHeads] = []
         self._step: _Step | None = None
-
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._keys, self._values = [], []  # an earlier cache is freed before a new one is made
-        self._keys = self._shape.make_cache(num_blocks, block_size)
-        self._values = self._shape.make_cache(num_blocks, block_size)
-
-    def storage(self) -> list[torch.Tensor]:
-        return [tensor for heads in (*self._keys, *self._values) for tensor in heads.storage()]
 
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         """Into how many parts, a power of two, each sequence's positions are split."""
