@@ -5,8 +5,8 @@ Must not know: the queues' order, why a request leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from tokenmill_scheduler.core.alarms import Alarms
 from tokenmill_scheduler.core.drain import Drain
@@ -27,34 +27,55 @@ class QueueLimits:
     max_tokens: int | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one tenant has queued for one model in one lane. `arrivals` are of those that have never run: one that was preempted has
+    had its first token, or is about to have it again."""
+
+    tenant: str
+    model: str
+    tokens: int = 0
+    arrivals: Alarms = field(default_factory=Alarms)
+
+    @property
+    def oldest_s(self) -> float | None:
+        """Since when the first request that has never run has been here."""
+        earliest = self.arrivals.earliest()
+        return earliest[0] if earliest else None
+
+
 class Backlog:
     """A request comes when it is queued and leaves when it is queued no more, of all models together."""
 
     def __init__(self) -> None:
         self.drain = Drain()
         self._tokens = dict.fromkeys(Lane, 0)
-        # Of those that have never run, by tenant: one that was preempted has had its first token, or is about to have it again.
-        self._arrivals: dict[Lane, dict[str, Alarms]] = {lane: {} for lane in Lane}
+        # By lane, tenant and model; none that is empty, for names are many over the years.
+        self._parts: dict[Lane, dict[str, dict[str, Part]]] = {lane: {} for lane in Lane}
 
     def came(self, live: LiveRequest, now_s: float) -> None:
-        request = live.request
-        self._tokens[request.lane] += most_tokens(request)
+        request, tokens = live.request, most_tokens(live.request)
+        self._tokens[request.lane] += tokens
+        of_tenant = self._parts[request.lane].setdefault(request.tenant, {})
+        part = of_tenant.setdefault(request.model, Part(request.tenant, request.model))
+        part.tokens += tokens
         if live.state is State.WAITING:
-            arrivals = self._arrivals[request.lane].setdefault(request.tenant, Alarms())
             # Not since its arrival, which may have been long before this scheduler took it over.
-            arrivals.set(request.request_id, now_s, live.ordinal)
+            part.arrivals.set(request.request_id, now_s, live.ordinal)
 
     def left(self, live: LiveRequest, now_s: float) -> None:
         """Before its state changes."""
         request, tokens = live.request, most_tokens(live.request)
         self._tokens[request.lane] -= tokens
         self.drain.left(tokens, now_s)
-        if live.state is State.WAITING:
-            arrivals = self._arrivals[request.lane][request.tenant]
-            arrivals.discard(request.request_id)
-            if not len(arrivals):
-                # Names are many over the years.
-                del self._arrivals[request.lane][request.tenant]
+        of_tenant = self._parts[request.lane][request.tenant]
+        part = of_tenant[request.model]
+        part.tokens -= tokens
+        part.arrivals.discard(request.request_id)
+        if not part.tokens:
+            del of_tenant[request.model]
+            if not of_tenant:
+                del self._parts[request.lane][request.tenant]
 
     def tokens(self, *lanes: Lane) -> int:
         """Of all queued requests of these lanes, prompts and the output they may make."""
@@ -62,16 +83,9 @@ class Backlog:
 
     def num_waiting(self, tenant: str) -> int:
         """Requests of a tenant that have never run."""
-        return sum(len(arrivals[tenant]) for arrivals in self._arrivals.values() if tenant in arrivals)
+        return sum(len(part.arrivals) for tenants in self._parts.values() for part in tenants.get(tenant, {}).values())
 
-    def longest_wait_s(self, lane: Lane, now_s: float, counts: Callable[[str], bool]) -> float | None:
-        """How long the first request that has never run has been here, of tenants that count; None without one."""
-        oldest_s = min(
-            (
-                earliest[0]
-                for tenant, arrivals in self._arrivals[lane].items()
-                if counts(tenant) and (earliest := arrivals.earliest())
-            ),
-            default=None,
-        )
-        return None if oldest_s is None else max(0.0, now_s - oldest_s)
+    def parts(self, lane: Lane) -> Iterator[Part]:
+        """All that wait in a lane."""
+        for of_tenant in self._parts[lane].values():
+            yield from of_tenant.values()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from tokenmill_scheduler.core.alarms import Alarms
@@ -56,16 +57,17 @@ class Quotas:
     tenants: Mapping[str, Quota] = field(default_factory=dict)
     _usage: dict[str, _Usage] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
-    # Tenants that a plan has passed over, and until when that stands (by itself, of a lack of tokens per second).
+    # Tenants that were found over their quota, the latest last, and until when they are or were; inf: until something changes.
     _limited: dict[str, float] = field(default_factory=dict)
     _refills: Alarms = field(default_factory=Alarms)
     _any_rate: bool = False
     _sweep_at: int = _SLACK
 
-    def change(self, default: Quota, tenants: Mapping[str, Quota]) -> None:
+    def change(self, default: Quota, tenants: Mapping[str, Quota], now_s: float) -> None:
         """From now on; what is in use stays in use."""
         self.default, self.tenants = default, tenants
-        self._limited.clear()
+        for tenant in self._limited:
+            self._let_go(tenant, now_s)
         self._any_rate = any(quota.max_tokens_per_s is not None for quota in (default, *tenants.values()))
 
     def of(self, tenant: str) -> Quota:
@@ -99,10 +101,6 @@ class Quotas:
         usage = self._usage.get(tenant) or _Usage()
         return usage.num_seqs, usage.kv_blocks
 
-    def limits(self, tenant: str, now_s: float) -> bool:
-        """Whether the last plan that looked at the tenant passed it over, and nothing has changed for it since."""
-        return now_s < self._limited.get(tenant, now_s)
-
     @property
     def next_refill_s(self) -> float | None:
         """When a tenant that was passed over for want of tokens first has some again."""
@@ -116,21 +114,37 @@ class Quotas:
         while (earliest := self._refills.earliest()) and earliest[0] <= now_s:
             self._refills.discard(earliest[1])
 
+    def limited_until_s(self, tenant: str, now_s: float) -> float:
+        """Until when a quota keeps, or last kept, the tenant waiting; inf: until something changes, -inf: none did of late.
+
+        As the last plan that looked at it found, or as its next sequence would be found now, however small.
+        """
+        if self._limited.get(tenant, now_s) <= now_s and self.over(tenant, 1, 0, now_s):
+            self._limit(tenant, now_s)
+        return self._limited.get(tenant, -inf)
+
     def passed_over(self, tenant: str, now_s: float) -> None:
-        ready_s = self.ready_s(tenant, now_s)
-        if len(self._limited) > self._sweep_at:
-            # The next plan finds those again that still want something.
-            self._limited.clear()
-        self._limited[tenant] = ready_s if ready_s > now_s else inf
+        """By a plan, for its quota."""
+        ready_s = self._limit(tenant, now_s)
         if now_s < ready_s < inf:
             self._refills.set(tenant, ready_s, 0)
 
-    def admitted(self, sequence_id: int, tenant: str, most_blocks: int) -> None:
+    def _limit(self, tenant: str, now_s: float) -> float:
+        """When it has tokens to use; `now_s`: it lacks something else."""
+        ready_s = self.ready_s(tenant, now_s)
+        self._limited.pop(tenant, None)
+        if len(self._limited) > self._sweep_at:
+            # Those that still want something are found again and again.
+            self._limited = dict(islice(self._limited.items(), len(self._limited) // 2, None))
+        self._limited[tenant] = ready_s if ready_s > now_s else inf
+        return ready_s
+
+    def admitted(self, sequence_id: int, tenant: str, most_blocks: int, now_s: float) -> None:
         usage = self._usage.setdefault(tenant, _Usage())
         usage.num_seqs += 1
         usage.kv_blocks += most_blocks
         self._held[sequence_id] = _Held(tenant, most_blocks)
-        self._limited.pop(tenant, None)
+        self._let_go(tenant, now_s)
 
     def spent(self, tenant: str, tokens: int, now_s: float) -> None:
         rate = self.of(tenant).max_tokens_per_s if self._any_rate else None
@@ -143,21 +157,26 @@ class Quotas:
         """Whether anybody's are limited: where not, `spent` need not be told."""
         return self._any_rate
 
-    def stopped(self, sequence_id: int) -> None:
+    def stopped(self, sequence_id: int, now_s: float) -> None:
         """It runs no more; its blocks are on their way back."""
         held = self._held[sequence_id]
-        self._limited.pop(held.tenant, None)
+        self._let_go(held.tenant, now_s)
         if held.runs:
             held.runs = False
             self._usage[held.tenant].num_seqs -= 1
 
     def freed(self, sequence_id: int, now_s: float) -> None:
         """The executor holds no block of it any more."""
-        self.stopped(sequence_id)
+        self.stopped(sequence_id, now_s)
         held = self._held.pop(sequence_id)
         self._usage[held.tenant].kv_blocks -= held.blocks
         if len(self._usage) > self._sweep_at:
             self._sweep(now_s)
+
+    def _let_go(self, tenant: str, now_s: float) -> None:
+        """Whether it is within its quota now, the next look will tell."""
+        if self._limited.get(tenant, now_s) > now_s:
+            self._limited[tenant] = now_s
 
     def _sweep(self, now_s: float) -> None:
         """Forgets tenants that use nothing: names are many over the years."""

@@ -118,7 +118,7 @@ class Roster:
         sequence.may_skip = executor.description.caches_prefixes
         sequence.first = live.state is State.WAITING
         executor.take(sequence)
-        self.quotas.admitted(sequence.sequence_id, live.request.tenant, executor.most_blocks(limit))
+        self.quotas.admitted(sequence.sequence_id, live.request.tenant, executor.most_blocks(limit), now_s)
         live.sequence = sequence
         live.overtaken = 0
         self.effects.append(live.move(State.PREFILL, now_s, executor=executor.name))
@@ -131,7 +131,7 @@ class Roster:
         assert sequence.live is not None
         executor = self.executors[sequence.executor]
         executor.release(sequence)
-        self.quotas.stopped(sequence.sequence_id)
+        self.quotas.stopped(sequence.sequence_id, now_s)
         executor.batch_room += 1
         self._back_to_queue(sequence, now_s, cause, reason)
         if sequence.plans_out == 0:
@@ -167,7 +167,7 @@ class Roster:
                 executor.finish(sequence)
             else:
                 executor.release(sequence)
-            self.quotas.stopped(sequence.sequence_id)
+            self.quotas.stopped(sequence.sequence_id, now_s)
             self.queue(live.request.model).settle(live)
         if ending.state is State.DONE:
             self.prediction.observe(live.request, len(live.output))

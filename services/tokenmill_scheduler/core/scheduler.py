@@ -55,6 +55,8 @@ from tokenmill_scheduler.core.warden import Warden
 
 _EXPIRED = Ending(State.EXPIRED, FinishReason.EXPIRED, "deadline passed")
 _EXPIRED_IN_QUEUE = Ending(State.EXPIRED, FinishReason.EXPIRED, "waited in the queue as long as its queue timeout allows")
+# What lets a queue run, or stops it.
+_OPENING = (ExecutorJoined, ExecutorLost, ExecutorGone, ExecutorDrained, ExecutorUndrained, QueuePaused, QueueResumed)
 _AT_MAX_TOKENS = Ending(State.DONE, FinishReason.LENGTH)
 
 
@@ -143,10 +145,12 @@ class Scheduler:
             case WeightsChanged():
                 self._roster.reorder(replace(self._roster.ordering, weights=event.weights))
             case QuotasChanged():
-                self._roster.quotas.change(event.default, event.tenants)
+                self._roster.quotas.change(event.default, event.tenants, now_s)
             case Tick():
                 self._expire(now_s)
                 self._warden.look(now_s)
+        if isinstance(event, _OPENING):
+            self._warden.opened(now_s)
         effects, self._roster.effects = self._roster.effects, []
         return effects
 

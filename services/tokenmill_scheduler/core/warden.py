@@ -7,7 +7,10 @@ taken?). Must not know: plans, the order of the queue.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from tokenmill_scheduler.core.backlog import Part
+from tokenmill_scheduler.core.drain import MEMORY_S
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.overload import OverloadConfig, OverloadController, Signals, Stage
 from tokenmill_scheduler.core.records import OverloadChanged
@@ -19,12 +22,22 @@ LOOK_INTERVAL_S = 0.1
 _BEFORE_BATCH = (Lane.REAL_TIME, Lane.STANDARD)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Of one lane, what waits for room: the longest wait of those that have never run (None: nobody), and the tokens of all."""
+
+    wait_s: float | None
+    tokens: int
+
+
 class Warden:
     def __init__(self, roster: Roster, config: OverloadConfig) -> None:
         self._roster = roster
         self._controller = OverloadController(config)
         self._looked_s = float("-inf")
         self._others_wait = False
+        # Models whose requests may run, by executors and operators, each with since when.
+        self._open_since_s: dict[str, float] = {}
 
     @property
     def stage(self) -> Stage:
@@ -45,6 +58,13 @@ class Warden:
             self._roster.counters.overload_changes += 1
             self._roster.effects.append(OverloadChanged(int(before), int(self.stage), self.why, now_s))
 
+    def opened(self, now_s: float) -> None:
+        """Executors or operators have let a queue run, or stopped it: waits count from when it could."""
+        before = self._open_since_s
+        self._open_since_s = {
+            executor.description.model: before.get(executor.description.model, now_s) for executor in self._open()
+        }
+
     def next_look_s(self) -> float | None:
         """When to look again although nothing happens, so that what is held back is let go again by itself."""
         return self._looked_s + LOOK_INTERVAL_S if self.stage else None
@@ -57,17 +77,38 @@ class Warden:
             return True
         return any(s.live is not None and s.live.request.lane is Lane.BATCH for s in executor.running.values())
 
+    def _open(self) -> list[ExecutorState]:
+        """Executors that may admit, as far as operators go."""
+        drained, executors = self._roster.drained, self._roster.executors.values()
+        return [] if self._roster.paused else [e for e in executors if e.joined and e.name not in drained]
+
     def _signals(self, now_s: float) -> Signals:
         """Who waits for something else than room, as a quota, an operator or an executor, is no sign of too much work."""
-        drained, executors = self._roster.drained, self._roster.executors.values()
-        joined = [executor for executor in executors if executor.joined and executor.name not in drained]
-        backlog, quotas = self._roster.backlog, self._roster.quotas
-        waits = [backlog.longest_wait_s(lane, now_s, lambda tenant: not quotas.limits(tenant, now_s)) for lane in _BEFORE_BATCH]
-        self._others_wait = waits != [None, None]
-        if self._roster.paused or not joined or not self._others_wait:
+        real_time, standard = [self._waiting(lane, now_s) for lane in _BEFORE_BATCH]
+        self._others_wait = real_time.wait_s is not None or standard.wait_s is not None
+        if not self._others_wait:
             return Signals()
-        tokens, rate = backlog.tokens(*_BEFORE_BATCH), backlog.drain.tokens.per_s(now_s)
-        return Signals(waits[0] or 0.0, waits[1] or 0.0, tokens / rate if rate else 0.0, _kv_pressure(joined))
+        tokens, rate = real_time.tokens + standard.tokens, self._roster.backlog.drain.tokens.per_s(now_s)
+        drain_s = tokens / rate if rate else 0.0
+        return Signals(real_time.wait_s or 0.0, standard.wait_s or 0.0, drain_s, _kv_pressure(self._open()))
+
+    def _waiting(self, lane: Lane, now_s: float) -> _Waiting:
+        waits_s, tokens = [], 0
+        for part in self._roster.backlog.parts(lane):
+            free_s, oldest_s = self._free_since_s(part, now_s), part.oldest_s
+            if free_s is None:
+                continue
+            if oldest_s is not None:
+                waits_s.append(now_s - max(oldest_s, free_s))
+            # The rate remembers the time before: of what was let go only now it says nothing.
+            if now_s - free_s >= MEMORY_S:
+                tokens += part.tokens
+        return _Waiting(max(waits_s, default=None), tokens)
+
+    def _free_since_s(self, part: Part, now_s: float) -> float | None:
+        """Since when it lacks nothing but room; None: it lacks something else."""
+        open_s, limited_s = self._open_since_s.get(part.model), self._roster.quotas.limited_until_s(part.tenant, now_s)
+        return None if open_s is None or limited_s > now_s else max(open_s, limited_s)
 
 
 def _kv_pressure(executors: Sequence[ExecutorState]) -> float:

@@ -220,3 +220,112 @@ def test_who_waits_for_something_else_than_room_is_no_overload() -> None:
     for _ in range(100):
         world.tick(0.1)
     assert _stage_changes(world) == []
+
+
+def _only_new_waits_count(world: World) -> None:
+    """Two run and somebody waits, let go just now: nothing happens until it has waited for room as long as the mark says."""
+    assert world.core.num_waiting == 1
+    for _ in range(25):
+        world.tick(0.1)
+    assert _stage_changes(world) == []
+    for _ in range(10):
+        world.tick(0.1)
+    assert _stage_changes(world) == [(0, 1)], "the mark is 2 s, and it is held for 1 s"
+
+
+def test_a_wait_counts_from_when_the_queue_was_resumed() -> None:
+    world = _world()
+    for seed in (1, 2, 4):
+        world.submit(seed, max_tokens=60)
+    world.turn()
+    world.pause()
+    world.tick(60.0)
+    world.resume()
+    _only_new_waits_count(world)
+
+
+def test_a_wait_counts_from_when_an_executor_came() -> None:
+    world = _world()
+    world.lose()
+    for seed in (1, 2, 4):
+        world.submit(seed, max_tokens=60)
+    world.tick(60.0)
+    world.rejoin()
+    world.turn()
+    _only_new_waits_count(world)
+
+
+def test_a_wait_counts_from_when_an_executor_was_drained_no_more() -> None:
+    world = _world()
+    world.drain_executor()
+    for seed in (1, 2, 4):
+        world.submit(seed, max_tokens=60)
+    world.tick(60.0)
+    world.undrain_executor()
+    world.turn()
+    _only_new_waits_count(world)
+
+
+@pytest.mark.parametrize("let_go", ["by a higher quota", "by the end of one"])
+def test_a_wait_counts_from_when_its_tenant_was_within_its_quota(let_go: str) -> None:
+    world = _world()
+    world.limit(a=Quota(max_num_seqs=1))
+    for seed in (1, 4):
+        world.submit(seed, tenant="a", max_tokens=60)
+    world.submit(2, max_tokens=60)
+    world.turn()
+    world.tick(60.0)
+    if let_go == "by a higher quota":
+        world.limit(a=Quota())
+    else:
+        world.cancel("r1")
+        world.submit(5, priority=1, max_tokens=60)
+        world.turn()
+        assert world.state("r5") is State.DECODE
+    _only_new_waits_count(world)
+
+
+def test_a_wait_counts_from_when_its_tenant_had_tokens_again() -> None:
+    world = _world()
+    world.limit(a=Quota(max_tokens_per_s=1))
+    world.submit(1, tenant="a", prompt=30, max_tokens=2)
+    world.turn()
+    world.turn()
+    for seed in (2, 5):
+        world.submit(seed, max_tokens=60)
+    world.submit(4, tenant="a")
+    world.turn()
+    world.turn()
+    assert world.core.wait_reason("r4").startswith("tenant a has used up")
+    world.tick(0.1)
+    world.tick(world.core.tokens_ready_s("a", world.now_s) - world.now_s)
+    _only_new_waits_count(world)
+
+
+def test_who_waits_for_another_model_s_executor_is_no_overload() -> None:
+    world = _world()
+    world.submit(1, max_tokens=60)
+    world.submit(2, model="elsewhere")
+    world.turn()
+    for _ in range(100):
+        world.tick(0.1)
+    assert _stage_changes(world) == []
+
+
+def test_a_rate_from_before_a_pause_foresees_nothing() -> None:
+    """Five short ones run before a pause, and as many after it that take no time to drain, by any rate but a decayed one."""
+    world = _world(queue_delay_s=20.0, hold_s=0.1)
+    for seed in (1, 2, 4, 5):
+        world.submit(seed)
+    for _ in range(20):
+        world.turn()
+    world.pause()
+    for seed in (7, 8, 10, 11):
+        world.submit(seed, max_tokens=60)
+    world.tick(60.0)
+    world.resume()
+    for _ in range(30):
+        world.tick(0.1)
+        world.turn()
+    assert world.core.num_waiting
+    assert _stage_changes(world) == []

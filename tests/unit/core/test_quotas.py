@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from tokenmill_scheduler.core.quotas import Quota, Quotas
 from tokenmill_scheduler.core.request import Lane, State
@@ -178,12 +179,27 @@ def test_what_is_asked_of_a_quota_beforehand() -> None:
 
 def test_tenants_that_use_nothing_are_forgotten() -> None:
     quotas = Quotas()
-    quotas.change(Quota(max_tokens_per_s=5, max_num_seqs=1), {})
+    quotas.change(Quota(max_tokens_per_s=5, max_num_seqs=1), {}, 0.0)
     for number in range(1_000):
         quotas.spent(f"t{number}", 10, 0.0)
-        quotas.admitted(number, f"t{number}", 3)
+        quotas.admitted(number, f"t{number}", 3, 0.0)
         quotas.freed(number, 100.0)
     assert len(quotas._usage) < 100
     assert quotas.in_use("t999") == (0, 0)
     # One in debt is not.
     assert quotas.ready_s("t999", 0.0) > 0.0
+
+
+def test_who_is_over_quota_is_remembered_though_names_are_many() -> None:
+    """Those that the latest plans passed over, and until when those were that have been let go."""
+    quotas = Quotas()
+    quotas.change(Quota(max_num_seqs=0), {}, 0.0)
+    for number in range(1_000):
+        quotas.passed_over(f"t{number}", 1.0)
+        quotas.passed_over("always there", 1.0)
+    assert len(quotas._limited) < 100
+    assert [quotas.limited_until_s(tenant, 2.0) for tenant in ("t999", "always there")] == [inf, inf]
+    quotas.change(Quota(), {}, 3.0)
+    quotas.change(Quota(), {}, 4.0)
+    assert quotas.limited_until_s("t999", 5.0) == 3.0
+    assert quotas.limited_until_s("t0", 5.0) == -inf
