@@ -41,6 +41,8 @@ _ROWS: dict[str, Callable[[Figures], str]] = {
     "goodput, requests/s": lambda f: f"{f.goodput:.3g}",
     "served well": lambda f: f"{f.goodput_share:.1%}",
     "not done": lambda f: _count(f.not_done),
+    "refused at submit": lambda f: _count(f.refused),
+    "refusals, with retries": lambda f: _count(f.refusals if f.refusals > f.refused else 0),
     "time to first token p50": lambda f: _time(f.time_to_first_token_s.p50),
     "time to first token p90": lambda f: _time(f.time_to_first_token_s.p90),
     "time to first token p99": lambda f: _time(f.time_to_first_token_s.p99),

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenmill_scheduler.core.backlog import most_tokens
+from tokenmill_scheduler.core.gate import Arriving
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.desk import Refused, Unavailable
-from tokenmill_scheduler.gate import Arriving, Gate
+from tokenmill_scheduler.gate import Gate
 from tokenmill_scheduler.ledger.port import Action, LeaseLost, Ledger, LedgerUnavailable, Outcome, Submission
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger

@@ -6,20 +6,21 @@ Which policies and modes there are, the core says. Must not know: how results ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field, replace
 
-from tokenmill_scheduler.core.batching import batching_named
+from tokenmill_scheduler.core.batching import BATCHING_MODES
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.records import Event, ExecutorDescription
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tokenmill_simulator.cost import StepCost
+from tokenmill_simulator.entrance import Admittance
 from tokenmill_simulator.figures import Figures, Target, summarise
 from tokenmill_simulator.measures import Measures
 from tokenmill_simulator.presets import Preset
 from tokenmill_simulator.requests import SimulatedRequest
-from tokenmill_simulator.simulation import Simulation
+from tokenmill_simulator.settings import configured
+from tokenmill_simulator.simulation import EVERYBODY, Simulation
 
 MODEL = "simulated"
 
@@ -72,7 +73,10 @@ class Run:
 
 
 def candidate(name: str, base: SchedulerConfig) -> SchedulerConfig:
-    """`name` is a policy or a batching mode, then what differs from the base: `+field=value`, `:slots`. Raises ValueError."""
+    """`name` is a policy or a batching mode, then what differs from the base: `+setting`, `:slots`.
+
+    Settings are those of `settings.py`. Raises ValueError.
+    """
     head, _, slots = name.partition(":")
     word, *settings = head.split("+")
     config = configured(base, settings)
@@ -87,31 +91,9 @@ def candidate(name: str, base: SchedulerConfig) -> SchedulerConfig:
         )
     if word in POLICIES:
         return replace(config, policy=word)
-    try:
-        batching_named(word, base.max_waiting_time_s)
-    except KeyError:
-        raise ValueError(f"{word!r} is none of {', '.join(POLICIES)}, nor a batching mode (continuous, static)") from None
+    if word not in BATCHING_MODES:
+        raise ValueError(f"{word!r} is none of {', '.join(POLICIES)}, nor a batching mode ({', '.join(BATCHING_MODES)})")
     return replace(config, batching=word)
-
-
-def configured(base: SchedulerConfig, settings: Sequence[str]) -> SchedulerConfig:
-    """`field=value` for fields of SchedulerConfig that are numbers, words or yes and no. Raises ValueError."""
-    hints = get_type_hints(SchedulerConfig)
-    names = [f.name for f in fields(SchedulerConfig)]
-    values: dict[str, Any] = {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        kind = hints.get(name)
-        if name not in names or kind not in _PARSERS:
-            raise ValueError(f"{name!r} is none of {', '.join(n for n in names if hints[n] in _PARSERS)}")
-        try:
-            values[name] = _PARSERS[kind](text)
-        except ValueError as error:
-            raise ValueError(f"{name} is {text!r}: {error}") from error
-    return replace(base, **values)
-
-
-_PARSERS: dict[Any, Any] = {int: int, float: float, str: str, bool: lambda text: text in ("yes", "true", "1")}
 
 
 def run(
@@ -121,15 +103,16 @@ def run(
     on: Machines,
     target: Target,
     before: Sequence[Event] = (),
+    admittance: Admittance = EVERYBODY,
 ) -> Run:
     """One run, as many slots as its config has: the machines' own limits are only what a config starts from.
 
-    `before`: events that the core is given first.
+    `before`: events that the core is given first. `admittance`: who is let in.
     """
     measures = Measures(requests)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     executors = [replace(executor, max_num_seqs=seqs, max_num_batched_tokens=tokens) for executor in on.executors]
-    simulation = Simulation(config, requests, executors, on.cost, measures, before)
+    simulation = Simulation(config, requests, executors, on.cost, measures, before, admittance)
     simulation.run()
     figures = summarise(measures, simulation.core.counters, seqs, on.count, target)
     return Run(name, config, figures, measures)

@@ -32,7 +32,8 @@ class Spread:
 class Figures:
     """Rates are per second of `wall_s`, from the first arrival to the last end.
 
-    - not_done: expired, or failed for want of room.
+    - not_done: refused, expired, or failed for want of room. refused: at submit, for good. refusals: of all tries, those that come
+      again among them.
     - goodput: requests a second that met the target; goodput_share: of all requests.
     - occupancy: sequences in a step / slots. kv_usage: blocks held / all blocks. queue: requests waiting. Their means are over the
       time of steps. busy: time of steps / time of executors.
@@ -41,6 +42,8 @@ class Figures:
 
     requests: int
     not_done: int
+    refused: int
+    refusals: int
     prompt_tokens: int
     output_tokens: int
     wall_s: float
@@ -78,6 +81,8 @@ def summarise(measures: Measures, counters: Counters, slots: int, executors: int
     return Figures(
         requests=len(measures.requests),
         not_done=len(measures.requests) - int(measures.done.sum()),
+        refused=int(measures.refused.sum()),
+        refusals=measures.refusals,
         prompt_tokens=sum(request.arrival.prompt_tokens for request in measures.requests),
         output_tokens=output_tokens,
         wall_s=wall_s,

@@ -34,6 +34,9 @@ class Measures:
         self.ended_s: Floats = np.full(count, np.nan)
         self.tokens = np.zeros(count, dtype=np.int64)
         self.done = np.zeros(count, dtype=np.bool_)
+        # Refused at submit and not let in later; `refusals` counts each time that any was.
+        self.refused = np.zeros(count, dtype=np.bool_)
+        self.refusals = 0
         self.steps: list[Step] = []
         self._gaps: list[Floats] = []
 
@@ -46,6 +49,10 @@ class Measures:
 
     def stepped(self, step: Step) -> None:
         self.steps.append(step)
+
+    def was_refused(self, place: int, for_good: bool) -> None:
+        self.refused[place] = for_good
+        self.refusals += 1
 
     def _tokens(self, effect: TokensGenerated, now_s: float) -> None:
         rows = np.array(list(map(self._places.__getitem__, effect.request_ids)))

@@ -25,23 +25,24 @@ from tokenmill_scheduler.core.records import (
     PlanIssued,
     Result,
     ResultArrived,
-    Submitted,
     Tick,
 )
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
 from tokenmill_simulator.cost import StepCost
+from tokenmill_simulator.entrance import Admittance, Entrance, Refusals
 from tokenmill_simulator.executor import ModelExecutor
 from tokenmill_simulator.requests import SimulatedRequest
 
 # One way between scheduler and executor, and how long before the expected end of a step the next plan is asked for.
 LINK_S = 0.0002
 LEAD_S = 0.001
+EVERYBODY = Admittance()
 # As in the service: a wake-up that has passed already is not looked at in a busy loop.
 _MIN_WAKEUP_S = 0.005
 
 
-class Observer(Protocol):
+class Observer(Refusals, Protocol):
     """Sees what happens, as it happens."""
 
     def happened(self, effects: list[Effect], now_s: float) -> None: ...
@@ -96,6 +97,7 @@ class Simulation:
         cost: StepCost,
         observer: Observer,
         before: Sequence[Event] = (),
+        admittance: Admittance = EVERYBODY,
     ) -> None:
         """`before`: events that the core is given first.
 
@@ -103,8 +105,7 @@ class Simulation:
         """
         self.core = Scheduler(config)
         self.now_s = 0.0
-        self._model = executors[0].model
-        self._requests = requests
+        self._entrance = Entrance(self.core, executors[0].model, requests, admittance, observer)
         self._observer = observer
         self._before = before
         output_tokens = [request.arrival.output_tokens for request in requests]
@@ -113,7 +114,6 @@ class Simulation:
         # Results on their way, and times to look again; the count settles ties.
         self._heap: list[tuple[float, int, _Drive | None, Result | None, Step | None]] = []
         self._count = 0
-        self._next = 0
         self._wakeup_s = -1.0
 
     def run(self) -> None:
@@ -129,10 +129,8 @@ class Simulation:
                 self._pump()
 
     def _next_instant(self) -> float | None:
-        times = [self._heap[0][0]] if self._heap else []
-        if self._next < len(self._requests):
-            times.append(self._requests[self._next].arrival.at_s)
-        return min(times, default=None)
+        times = (self._heap[0][0] if self._heap else None, self._entrance.next_s())
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def _take_in(self) -> None:
         """Everything that has come by now: results first, as they were on their way before."""
@@ -142,9 +140,8 @@ class Simulation:
                 drive.plans_out -= 1
                 self._handle(ResultArrived(drive.name, result))
                 self._observer.stepped(step)
-        while self._next < len(self._requests) and self._requests[self._next].arrival.at_s <= self.now_s:
-            self._handle(Submitted(self._requests[self._next].request(self._next, self._model)))
-            self._next += 1
+        for submitted in self._entrance.due(self.now_s):
+            self._handle(submitted)
 
     def _handle(self, event: Event) -> list[Effect]:
         effects = self.core.handle(event, self.now_s)

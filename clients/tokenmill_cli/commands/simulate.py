@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +37,9 @@ class _Options:
     settings: tuple[str, ...]
     ttft_target: float
     itl_target: float
+    max_queue_len: int
+    max_queue_tokens: int | None
+    retries: int
     plots: Path | None
 
 
@@ -48,7 +52,12 @@ _OPTIONS = (
     click.option("--max-num-seqs", type=_AT_LEAST_1, help="Slots; without it, the preset's."),
     click.option("--max-num-batched-tokens", type=_AT_LEAST_1, help="Most tokens in a step; without it, the preset's."),
     click.option("--block-size", type=_AT_LEAST_1, help="Tokens in a KV block; without it the preset's, or the trace's."),
-    click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other setting of the scheduler's core."),
+    click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other setting of the scheduler's core, or "
+                 "a part of one: `lane_shares.batch=20`, `weights.tenant-1=3`, `overload.queue_delay_s=5`."),
+    click.option("--max-queue-len", type=_AT_LEAST_1, default=10_000, show_default=True, help="More requests are refused."),
+    click.option("--max-queue-tokens", type=_AT_LEAST_1, help="And more tokens, prompts and outputs; without it, no limit."),
+    click.option("--retries", type=click.IntRange(min=0), default=0, show_default=True, help="How often who is refused comes "
+                 "again, after the delay that it is told."),
     click.option("--ttft-target", type=_ABOVE_0, default=1.0, show_default=True, help="Served well: seconds to the first token."),
     click.option("--itl-target", type=_ABOVE_0, default=0.1, show_default=True, help="And mean seconds between tokens."),
     click.option("--plots", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw them, into this folder."),
@@ -92,17 +101,29 @@ def simulate(app: App, **values: Any) -> None:
 
 
 def _runs(chosen: Preset, requests: list[SimulatedRequest], options: _Options) -> list[Run]:
-    from tokenmill_simulator.compare import candidate, configured, machines, run
+    from tokenmill_scheduler.core.backlog import QueueLimits
+    from tokenmill_simulator.compare import candidate, machines, run
+    from tokenmill_simulator.entrance import Admittance
     from tokenmill_simulator.figures import Target
+    from tokenmill_simulator.settings import configured
 
     on = machines(chosen, requests, options.executors, options.block_size)
     target = Target(options.ttft_target, options.itl_target)
-    try:
+    admittance = Admittance(QueueLimits(options.max_queue_len, options.max_queue_tokens), options.retries)
+    with _naming("--set"):
         base = configured(on.config(options.max_num_seqs, options.max_num_batched_tokens), options.settings)
+    with _naming("--compare"):
         configs = {name.strip(): candidate(name.strip(), base) for name in options.compare.split(",")}
+    return [run(name, config, requests, on, target, admittance=admittance) for name, config in configs.items()]
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Says which option it was that made no sense."""
+    try:
+        yield
     except ValueError as error:
-        raise CommandError(f"{error}.", ExitCode.USAGE) from error
-    return [run(name, config, requests, on, target) for name, config in configs.items()]
+        raise CommandError(f"{option}: {error}.", ExitCode.USAGE) from error
 
 
 def needs_simulator() -> None:

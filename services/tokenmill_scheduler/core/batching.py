@@ -77,6 +77,9 @@ class Static:
         return len(queue) >= executor.max_num_seqs or now_s >= oldest_s + self._max_waiting_time_s
 
 
+BATCHING_MODES = (Continuous.name, Static.name)
+
+
 def batching_named(name: str, max_waiting_time_s: float) -> Batching:
     """Raises KeyError when there is no such mode."""
     modes: dict[str, Batching] = {mode.name: mode for mode in (Continuous(), Static(max_waiting_time_s))}

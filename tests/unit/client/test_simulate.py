@@ -66,6 +66,38 @@ def test_settings_of_the_core(capsys: pytest.CaptureFixture[str]) -> None:
     assert (run["config"]["watermark"], run["config"]["max_num_seqs"]) == (0.2, 4)
 
 
+def test_parts_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lanes, tenants and the overload, for all candidates or for one; what is not named stays."""
+    lanes = ("--set", "lane_shares.real_time=30", "--set", "lane_shares.batch=20")
+    runs = document(capsys, *lanes, "--compare", "fcfs,fcfs+fair_share=yes+weights.tenant-1=3.5+overload.queue_delay_s=5")["runs"]
+    common, own = (run["config"] for run in runs)
+    assert common["lane_shares"] == own["lane_shares"] == [30, 40, 20]
+    assert (common["weights"], own["weights"]) == ({}, {"tenant-1": 3.5})
+    assert (common["overload"]["queue_delay_s"], own["overload"]["queue_delay_s"]) == (60.0, 5.0)
+
+
+def test_weights_and_guarantees_change_who_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The real-time lane's first tokens come later when half of the slots are the batch lane's."""
+    load = ("--count", "200", "--lanes", "60,0,40", "--max-num-seqs", "4", "--set", "overload.enabled=no")
+    none, half = (
+        document(capsys, *load, "--compare", f"fcfs+lane_shares.real_time=0+lane_shares.standard=0+lane_shares.batch={share}")
+        for share in (0, 50)
+    )
+    first, later = (found["runs"][0]["figures"]["lanes"]["real_time"]["p50"] for found in (none, half))
+    assert later > 1.3 * first
+
+
+def test_who_is_refused_at_submit_is_counted_and_may_come_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twenty at once, five may wait: those that come again, after as long as they are told, are all served."""
+    load = ("--max-num-seqs", "2", "--max-queue-len", "5", "--compare", "fcfs")
+    once, again = (document(capsys, *load, *more)["runs"][0]["figures"] for more in ([], ["--retries", "100"]))
+    assert (once["refused"], once["refusals"], once["not_done"]) == (15, 15, 15)
+    assert (again["refused"], again["not_done"]) == (0, 0)
+    assert again["refusals"] > 15
+    _, table, _ = simulate(capsys, *load)
+    assert "refused at submit" in table
+
+
 def test_a_candidate_can_have_settings_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     runs = document(capsys, "--compare", "fcfs+watermark=0.3+max_overtakes=2:5,fcfs")["runs"]
     assert [run["name"] for run in runs] == ["fcfs+watermark=0.3+max_overtakes=2:5", "fcfs"]
@@ -114,9 +146,17 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--compare", "nope"], "'nope' is none of fcfs"),
         (["--compare", "static:x"], "a number of slots"),
         (["--preset", "abacus"], "no preset 'abacus'"),
-        (["--set", "color=red"], "'color' is none of"),
-        (["--set", "watermark=high"], "watermark"),
-        (["--compare", "fcfs+color=red"], "'color' is none of"),
+        (["--set", "color=red"], "--set: 'color=red': there is no such setting; settings are max_num_seqs"),
+        (["--set", "watermark=high"], "--set: 'watermark=high': it is a number"),
+        (["--set", "fair_share=maybe"], "it is yes or no"),
+        (["--set", "admission=never"], "it is one of optimistic, never-evict, expected-length"),
+        (["--set", "lane_shares=50"], "lane_shares.LANE, weights.TENANT, overload.enabled"),
+        (["--set", "lane_shares.bulk=50"], "'bulk' is no lane; lanes are real_time, standard, batch"),
+        (["--set", "lane_shares.batch=1.5"], "it is a whole number"),
+        (["--set", "lane_shares.batch=50"], "--set: lane_shares.LANE: lane shares are whole numbers"),
+        (["--set", "weights.ann=0"], "--set: 'weights.ann=0': a weight is above 0"),
+        (["--set", "overload.queue=1"], "'queue' is none of enabled, ttft_target_s"),
+        (["--compare", "fcfs+color=red"], "--compare: 'color=red': there is no such setting"),
         (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
         (["--poisson"], "--poisson needs a --rate"),
         (["--prompt-tokens", "9-1"], "not a range"),
