@@ -16,11 +16,12 @@ from tokenmill_client import (
     RequestCancelled,
     RequestExpired,
     RequestState,
+    RetryPolicy,
 )
 from tokenmill_client.options import OutputForm
 
 from tests.fakes.calls import eventually, foretold
-from tests.fakes.processes import Processes, ServiceProcess
+from tests.fakes.processes import START_TIMEOUT_S, Processes, ServiceProcess
 
 STREAMS = 20
 # A stream is long enough that none ends before the scheduler dies.
@@ -79,7 +80,8 @@ async def test_c72_twenty_streams_survive_kill_9_of_the_scheduler(processes: Pro
 async def test_c72_generate_that_was_never_answered_is_sent_again(processes: Processes) -> None:
     executor = processes.executor()
     scheduler = processes.scheduler(executor.address)
-    async with AsyncClient(scheduler.address) as client:
+    # On a busy machine a scheduler takes longer to start than a client asks by itself.
+    async with AsyncClient(scheduler.address, retry=RetryPolicy(call_limit_s=START_TIMEOUT_S)) as client:
         await client.wait_ready()
         scheduler.kill()
         reading = asyncio.create_task(client.generate(token_ids=[65], max_tokens=20, seed=3).result())
