@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from tokenmill.inference.v1.inference_pb2 import ChatMessages, Prompt
 
@@ -12,6 +13,10 @@ from tokenmill_scheduler.intake.violations import Violations
 
 # Tokenising this many characters takes about a millisecond; longer texts go to a thread, so that no stream waits for them.
 _LONG_TEXT_CHARS = 2_000
+# Threads of their own: reads of the ledger, which share asyncio's, must not wait for texts.
+_TOKENISING = ThreadPoolExecutor(4, "tokenising")
+# A megabyte takes about a second and 100 MB to tokenise. Texts beyond this are refused unread if no tokens would make them fit.
+_ALWAYS_READ_CHARS = 1_000_000
 
 
 async def read_prompt(prompt: Prompt, field: str, model: ServedModel, violations: Violations) -> Sequence[int]:
@@ -44,6 +49,8 @@ def check_length(num_tokens: int, field: str, model: ServedModel, most: int | No
 
 
 async def _read_text(text: str, field: str, model: ServedModel, violations: Violations) -> Sequence[int]:
+    if not _is_readable(len(text), field, model, violations):
+        return ()
     token_ids = await _off_loop(lambda: model.text.encode(text), len(text)) if text else ()
     violations.require(len(token_ids) > 0, field, "must not be empty")
     return token_ids
@@ -53,13 +60,19 @@ async def _read_chat(chat: ChatMessages, field: str, model: ServedModel, violati
     if not chat.messages:
         violations.add(field, "must have at least one message")
         return ()
+    if len(chat.messages) > model.max_model_len:
+        violations.add(field, f"has {len(chat.messages)} messages; the model takes {model.max_model_len} tokens")
+        return ()
     for index, message in enumerate(chat.messages):
         if not message.role:
             violations.add(f"{field}.messages[{index}].role", "must not be empty")
             return ()
+    num_chars = sum(len(message.content) for message in chat.messages)
+    if not _is_readable(num_chars, field, model, violations):
+        return ()
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     try:
-        token_ids = await _off_loop(lambda: model.text.encode_chat(messages), sum(len(message["content"]) for message in messages))
+        token_ids = await _off_loop(lambda: model.text.encode_chat(messages), num_chars)
     except ValueError as error:
         violations.add(field, str(error))
         return ()
@@ -67,8 +80,17 @@ async def _read_chat(chat: ChatMessages, field: str, model: ServedModel, violati
     return token_ids
 
 
+def _is_readable(num_chars: int, field: str, model: ServedModel, violations: Violations) -> bool:
+    if num_chars <= _ALWAYS_READ_CHARS or num_chars <= model.max_model_len * model.text.longest_token:
+        return True
+    violations.add(field, f"has {num_chars} characters; the model takes {model.max_model_len} tokens")
+    return False
+
+
 async def _off_loop(encode: Callable[[], list[int]], num_chars: int) -> list[int]:
-    return await asyncio.to_thread(encode) if num_chars > _LONG_TEXT_CHARS else encode()
+    if num_chars <= _LONG_TEXT_CHARS:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(_TOKENISING, encode)
 
 
 def _in_vocabulary(token_ids: Sequence[int], field: str, vocab_size: int, violations: Violations) -> Sequence[int]:

@@ -97,7 +97,7 @@ class Intake:
         return Taken(request, digest_payload(spec, detached))
 
     async def tokenize(self, model_name: str, prompt: Prompt) -> tuple[ServedModel, list[int]]:
-        """The prompt as `take` would read it, of whatever length. Raises as `take`, field paths from `prompt` on."""
+        """The prompt as `take` would read it, also one too long to run. Raises as `take`, field paths from `prompt` on."""
         model = self._model(model_name, "model")
         violations = Violations()
         token_ids = await read_prompt(prompt, "prompt", model, violations)
@@ -154,8 +154,12 @@ def _check_envelope(spec: RequestSpec, violations: Violations) -> None:
 
 
 def _room(num_prompt_tokens: int, model: ServedModel) -> Room:
-    """A client may ask for what the model's context leaves; one that asks for nothing gets no more than can run to its end."""
-    most = max(model.max_model_len - num_prompt_tokens, 1)
+    """A client may ask for what the model's context leaves; one that asks for nothing gets no more than can run to its end.
+
+    A prompt that leaves nothing is refused for that, and not also for a `max_tokens` that fits behind others.
+    """
+    left = model.max_model_len - num_prompt_tokens
+    most = left if left >= 1 else model.max_model_len
     return Room(most=most, default=max(min(most, model.pool_tokens - num_prompt_tokens), 1))
 
 

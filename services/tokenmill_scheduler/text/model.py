@@ -61,6 +61,11 @@ class TextModel:
         """The one stream that belongs to a request: who judges stop strings and who writes to clients must see the same text."""
         return self.stream(request.prompt, request.stop, request.include_stop, request.sampling.stop_token_ids)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters, at least: a text of more than n times as many has more than n tokens, unless it is normalised shorter."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
     @property
     def has_chat_template(self) -> bool:
         return _template_source(self._config) is not None

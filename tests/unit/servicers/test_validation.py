@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from typing import Any
 
 import grpc
@@ -15,6 +17,7 @@ from tokenmill.inference.v1.types_pb2 import SamplingParams
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.intake import Intake, InvalidArgument
 from tokenmill_scheduler.intake.violations import MAX_VIOLATIONS
+from tokenmill_scheduler.text.model import TextModel
 
 from tests.fakes.desk import FakeDesk
 from tests.fakes.text_models import byte_level_tokenizer
@@ -264,6 +267,50 @@ async def test_tokenize_answers_as_a_prompt_is_read_whatever_its_length(served: 
     assert answer.max_model_len == 4096
     found = violations(await refusal(served.inference.Tokenize(pb.TokenizeRequest(prompt=text("")))))
     assert list(found) == ["prompt.text"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (text("a" * 1_000_001), "has 1000001 characters; the model takes 4096 tokens"),
+        (chat(("user", "a" * 600_000), ("user", "a" * 600_000)), "has 1200000 characters; the model takes 4096 tokens"),
+        (chat(*[("user", "a")] * 4_097), "has 4097 messages; the model takes 4096 tokens"),
+    ],
+    ids=["text", "chat", "messages"],
+)
+async def test_what_no_tokens_would_make_fit_is_refused_unread(
+    served: Served, monkeypatch: pytest.MonkeyPatch, prompt: pb.Prompt, words: str
+) -> None:
+    monkeypatch.setattr(TextModel, "_encode", None)
+    found = violations(await refusal(served.inference.Submit(pb.SubmitRequest(request=spec(prompt=prompt)))))
+    assert found == {f"request.prompt.{prompt.WhichOneof('form')}": words}
+    found = violations(await refusal(served.inference.Tokenize(pb.TokenizeRequest(prompt=prompt))))
+    assert found == {f"prompt.{prompt.WhichOneof('form')}": words}
+
+
+async def test_a_long_text_that_tokens_may_make_fit_is_read(served: Served) -> None:
+    served.desk.served["tiny"] = served_model(max_model_len=1_000_000, pool_tokens=1_000_000)
+    assert (await accepted(served, spec(prompt=text("hello " * 200_000)))).prompt_tokens < 1_000_000
+
+
+async def test_long_texts_keep_no_thread_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of the ledger run in asyncio's own threads, of which there are 32 at most."""
+    go_on = threading.Event()
+    monkeypatch.setattr(TextModel, "_encode", lambda *_, **__: [5] if go_on.wait() else [])
+    intake = Intake(FakeDesk(served_model()))
+    reading = [asyncio.create_task(intake.tokenize("", text("hello " * 500))) for _ in range(40)]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(lambda: "read") == "read"
+    finally:
+        go_on.set()
+    assert [token_ids for _, token_ids in await asyncio.gather(*reading)] == [[5]] * 40
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4096])
+async def test_a_prompt_that_leaves_no_room_is_not_blamed_on_max_tokens(served: Served, max_tokens: int) -> None:
+    assert list(await refused(served, spec([5] * 5_000, SamplingParams(max_tokens=max_tokens)))) == ["request.prompt"]
 
 
 @settings(deadline=None)
