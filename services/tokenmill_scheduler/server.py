@@ -60,6 +60,7 @@ SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
+MAX_PENDING_CALLS = 10_000
 # What the last messages may take to reach their clients once all streams have ended.
 LAST_WORDS_S = 1.0
 # Young objects to gather before the collector looks at them, and how much rarer it looks at older ones.
@@ -267,6 +268,9 @@ class SchedulerServer:
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
+                # Of a burst of more calls than this that wait to be taken, gRPC cancels some at random; its default is 1,000.
+                ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
                 # Without this a second server would silently share the port.
                 ("grpc.so_reuseport", 0),
                 # A client whose host is gone is noticed; one may itself ping an idle stream once a second.

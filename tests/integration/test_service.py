@@ -261,6 +261,13 @@ async def test_c73_a_database_that_refuses_writes_for_a_while(executor: ServiceP
         await wait_serving(server.address)
 
 
+async def test_each_call_of_a_burst_is_answered(executor: ServiceProcess) -> None:
+    async with scheduler(executor) as server, Caller(server.address) as caller:
+        calls = [caller.inference.ListModels(pb.ListModelsRequest()) for _ in range(3_000)]
+        answers = await asyncio.gather(*calls)
+        assert all(len(answer.models) == 1 for answer in answers)
+
+
 async def test_two_executors_of_one_name_are_not_both_driven(processes: Processes, executor: ServiceProcess) -> None:
     twin = processes.executor("--name", "executor", name="twin")
     with capture_logs() as logs:
