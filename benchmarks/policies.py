@@ -1,10 +1,11 @@
 """What batching modes and policies do to loads, by simulation: the production core, model executors, a virtual clock.
 
-    python -m benchmarks.policies azure_llm_2023_conversation.csv.gz mooncake_conversation.jsonl.gz [--limit 1000] [--preset NAME]
+    python -m benchmarks.policies azure_llm_2023_conversation.csv.gz mooncake_conversation.jsonl.gz:2400 [--preset NAME]
 
 Static against continuous batching on the burst workload, with equal slots and with half of them. Then each policy of the core on
-each trace at shares of capacity, which is measured by saturating the same machine. Lanes, tenants, priorities and deadlines, which
-traces lack, are drawn. Writes its tables to benchmarks/results/.
+each trace, or on its first so many requests, at shares of capacity, which is measured by saturating the same machine. What traces
+lack is drawn: lanes, tenants, priorities and deadlines. Requests are refused at submit as the service does. Writes its tables to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -13,28 +14,32 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_simulator.compare import Machines, Run, candidate, machines, run
 from tokenmill_simulator.cost import StepLoad
+from tokenmill_simulator.entrance import Admittance
 from tokenmill_simulator.figures import Target
 from tokenmill_simulator.presets import Preset, preset
 from tokenmill_simulator.requests import Mix, SimulatedRequest, mixed
+from tokenmill_simulator.simulation import EVERYBODY
 from tokenmill_workloads import Arrival, at_rate, burst, read_trace
 
 _RESULTS = Path(__file__).parent / "results"
 _BAR = 1.6
 _SHARES = (0.7, 0.95, 1.3)
+_CANDIDATES = (*POLICIES, "fcfs+fair_share=yes", "static")
 _MIX = Mix(lanes=(20, 60, 20), tenants=4, priorities=(0, 0, 0, 10), deadlines_s=(60.0, 300.0, 1800.0))
 # Served well: a token every ITL_S on average, and the first one within so much, or so many times what the mean prompt takes alone.
 _ITL_S = 0.2
 _TTFT_S, _TTFT_TIMES = 2.0, 5.0
 _NO_TARGET = Target()
+_AS_SERVED = Admittance(QueueLimits())
 _SEEDS = range(1, 61)
 _CLAIM = """\
 “40–60 % less time, 80–150 % more tokens/s” is what is often claimed for continuous batching. With equal slots, prefill paid for and
@@ -49,17 +54,29 @@ real gain of paged KV, but it is another one."""
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path, nargs="*")
-    parser.add_argument("--limit", type=int, default=1000, help="requests of each trace")
+    parser.add_argument("traces", type=_part, nargs="*", metavar="TRACE[:COUNT]", help="whole, or its first COUNT requests")
     parser.add_argument("--preset", default="a100-8b")
     options = parser.parse_args()
     started_s = time.process_time()
     chosen = preset(options.preset)
     parts = [_bursts(preset(name)) for name in dict.fromkeys((options.preset, "cpu-smollm2-bf16"))]
-    parts += [_policies(path, chosen, options.limit) for path in options.traces]
+    parts += [_policies(part, chosen) for part in options.traces]
     text = "\n".join([_heading(chosen, time.process_time() - started_s), *parts])
     print(text)
     (_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-policies.md").write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The first `count` requests of a trace; None: all."""
+
+    path: Path
+    count: int | None
+
+
+def _part(word: str) -> _Part:
+    path, colon, count = word.rpartition(":")
+    return _Part(Path(path), int(count)) if colon and count.isdigit() else _Part(Path(word), None)
 
 
 def _heading(chosen: Preset, cpu_s: float) -> str:
@@ -127,47 +144,54 @@ def _short_latency_s(run: Run) -> float:
     return float((measures.ended_s - measures.arrival_s)[short].mean())
 
 
-def _run(name: str, requests: list[SimulatedRequest], on: Machines, target: Target = _NO_TARGET) -> Run:
-    return run(name, candidate(name, on.config()), requests, on, target)
+def _run(
+    name: str, requests: list[SimulatedRequest], on: Machines, target: Target = _NO_TARGET, admittance: Admittance = EVERYBODY
+) -> Run:
+    return run(name, candidate(name, on.config()), requests, on, target, admittance=admittance)
 
 
 # ---- policies on traces --------------------------------------------------------------------------------------------------------
 
 
-def _policies(path: Path, chosen: Preset, limit: int) -> str:
-    arrivals = read_trace(path, limit=limit)
+def _policies(part: _Part, chosen: Preset) -> str:
+    started_s = time.process_time()
+    recorded = read_trace(part.path)
+    arrivals = recorded[: part.count]
     on = machines(chosen, mixed(arrivals))
     capacity, target = _capacity(arrivals, on), _target(arrivals, on)
     columns = (
-        "load and policy", "done/s", "output tokens/s", "served well", "not done", "first token p50", "p99", "real-time p99",
-        "inter-token p99", "KV mean", "prefix hits", "preemptions", "queue most",
+        "load and policy", "done/s", "output tokens/s", "served well", "not done", "refused", "first token p50", "p99",
+        "real-time p99", "inter-token p99", "KV mean", "prefix hits", "preemptions", "queue most",
     )  # fmt: skip
     rows = []
     for share in _SHARES:
         requests = mixed(at_rate(arrivals, share * capacity), _MIX)
-        for name in _candidates():
-            print(f"{path.name} {share:.0%} {name}", file=sys.stderr)
-            rows.append(_row(f"{share:.0%} {name}", _run(name, requests, on, target)))
+        for name in _CANDIDATES:
+            print(f"{part.path.name} {share:.0%} {name}", file=sys.stderr)
+            rows.append(_row(f"{share:.0%} {name}", _run(name, requests, on, target, _AS_SERVED)))
     return f"""\
-## {path.name}, first {len(arrivals):,} requests
+## {part.path.name}, {_share(len(arrivals), len(recorded))}
 
 Capacity {capacity:.2f} requests/s, measured with all of them waiting; {_rate(arrivals):.2f} were recorded. Drawn: lanes 20/60/20 %,
 {_MIX.tenants} tenants, a quarter with priority, deadlines of {", ".join(f"{s:g}" for s in _MIX.deadlines_s)} s. Clients ask for as
 many tokens as are made, which is the best case of sjf. Served well: first token within {target.ttft_s:.1f} s, then one every
 {1e3 * target.itl_s:g} ms on average.
 
-{_table(columns, rows)}"""
+{_table(columns, rows)}
+{time.process_time() - started_s:.0f} s of CPU.
+"""
+
+
+def _share(taken: int, recorded: int) -> str:
+    if taken == recorded:
+        return f"all {taken:,} requests"
+    return f"the first {taken:,} of {recorded:,} requests ({taken / recorded:.0%})"
 
 
 def _target(arrivals: Sequence[Arrival], on: Machines) -> Target:
     tokens = round(np.mean([arrival.prompt_tokens for arrival in arrivals]))
     alone_s = on.cost.seconds(StepLoad(tokens, 0, tokens, tokens * tokens // 2))
     return Target(max(_TTFT_S, _TTFT_TIMES * alone_s), _ITL_S)
-
-
-def _candidates() -> list[str]:
-    shared = ["fcfs+fair_share=yes"] if "fair_share" in {field.name for field in fields(SchedulerConfig)} else []
-    return [*POLICIES, *shared, "static"]
 
 
 def _capacity(arrivals: Sequence[Arrival], on: Machines) -> float:
@@ -190,6 +214,7 @@ def _row(name: str, run: Run) -> tuple[str, ...]:
         f"{figures.output_tokens_per_s:.0f}",
         f"{figures.goodput_share:.0%}",
         f"{figures.not_done / figures.requests:.1%}",
+        f"{figures.refused / figures.requests:.1%}",
         f"{figures.time_to_first_token_s.p50:.2f} s",
         f"{figures.time_to_first_token_s.p99:.1f} s",
         f"{figures.lanes['real_time'].p99:.1f} s",
