@@ -244,7 +244,7 @@ class Engine:
         except DeviceLost:
             raise
         except Exception as error:
-            log.warning("step_failed", num_seqs=len(advances), exc_info=error)
+            log.warning("step failed", num_seqs=len(advances), exc_info=error)
             return self._search(advances, error)
 
     def _search(self, advances: SequenceOf[Advance], error: Exception) -> list[_Part]:

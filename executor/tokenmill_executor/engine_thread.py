@@ -122,7 +122,7 @@ class EngineThread:
     def _checked(self, future: asyncio.Future[AssertionError | None]) -> None:
         if not future.cancelled() and (error := future.result()) is not None:
             self.metrics.integrity_failures += 1
-            log.error("integrity_check_failed", exc_info=error)
+            log.error("integrity check failed", exc_info=error)
 
     def gather(self) -> list[Metric]:
         """The figures as they stand."""

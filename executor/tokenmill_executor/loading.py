@@ -90,7 +90,7 @@ def make_hasher(settings: Settings, runner: Runner) -> PrefixHasher | None:
     if not settings.enable_prefix_caching:
         return None
     if any(group.sliding_window is not None for group in runner.description.block_groups):
-        log.info("prefix_caching_unused", reason="layers with a sliding window give up the blocks that a prefix would be found in")
+        log.info("prefix caching unused", reason="layers with a sliding window give up the blocks that a prefix would be found in")
         return None
     try:
         digest = hash_function(settings.prefix_caching_hash_algo)
@@ -133,7 +133,7 @@ class Loader:
         self._num_blocks = count_blocks(self._settings, runner)
         if self._num_blocks < _blocks_per_sequence(self._settings, runner):
             log.warning(
-                "kv_cache_small",
+                "KV cache small",
                 num_blocks=self._num_blocks,
                 blocks_of_the_longest=_blocks_per_sequence(self._settings, runner),
                 max_model_len=runner.description.max_model_len,

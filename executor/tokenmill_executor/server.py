@@ -69,7 +69,7 @@ class ExecutorServer:
             )
         if self._settings.metrics_address:
             self._metrics = MetricsServer(self._settings.metrics_address, self.thread.gather)
-            log.info("metrics_served", address=self._metrics.address)
+            log.info("metrics served", address=self._metrics.address)
         await self._server.start()
 
     def _listen(self) -> int:

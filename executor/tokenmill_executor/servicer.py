@@ -112,7 +112,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             ending = await session.serve(request_iterator, context, standing)
         finally:
             self._finish(session)
-        log.info("session_ended", epoch=epoch, code=ending.code.name, reason=ending.detail)
+        log.info("session ended", epoch=epoch, code=ending.code.name, reason=ending.detail)
         await session.written()
         if ending.code is not grpc.StatusCode.OK:
             await context.abort(ending.code, ending.detail)
@@ -127,7 +127,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._session.end(grpc.StatusCode.ABORTED, f"a scheduler with epoch {epoch} has taken over")
         self._epoch, self._session = epoch, session
         self._no_session.clear()
-        log.info("session_began", epoch=epoch)
+        log.info("session began", epoch=epoch)
         return session
 
     def _finish(self, session: Session) -> None:
@@ -148,5 +148,5 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     def _released(self, future: asyncio.Future[Standing]) -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
-            log.error("release_failed", exc_info=error)
+            log.error("release failed", exc_info=error)
             self.failed.set()

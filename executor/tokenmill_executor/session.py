@@ -102,7 +102,7 @@ class Session:
     def _stopped(self, task: asyncio.Task[None]) -> None:
         """Without one of its tasks a session is dead, and must not look alive."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("session_task_failed", exc_info=error)
+            self._log.error("session task failed", exc_info=error)
             self.end(grpc.StatusCode.INTERNAL, "the executor failed in this stream; see its log")
 
     # ---- in --------------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Session:
             return
         if (error := future.exception()) is not None:
             plan_id = self._answered_plan_id + 1
-            self._log.error("plan_failed", plan_id=plan_id, exc_info=error)
+            self._log.error("plan failed", plan_id=plan_id, exc_info=error)
             if isinstance(error, DeviceLost):
                 self.end(grpc.StatusCode.UNAVAILABLE, "the executor has lost its device and ends")
             else:

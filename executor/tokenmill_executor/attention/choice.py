@@ -31,12 +31,12 @@ def _flashinfer(shape: CacheShape) -> AttentionBackend | None:
     try:
         from tokenmill_executor.attention.flashinfer_backend import FlashInferAttention, why_not
     except ImportError as error:
-        log.warning("flashinfer_unused", reason=str(error), instead="triton")
+        log.warning("FlashInfer unused", reason=str(error), instead="triton")
         return None
     reason = why_not(shape)
     if reason is None:
         return FlashInferAttention(shape)
-    log.warning("flashinfer_unused", reason=reason, instead="triton")
+    log.warning("FlashInfer unused", reason=reason, instead="triton")
     return None
 
 
@@ -44,6 +44,6 @@ def _triton(shape: CacheShape, num_processors: int | None) -> AttentionBackend |
     try:
         from tokenmill_executor.attention.triton_backend import TritonAttention
     except ImportError as error:
-        log.warning("triton_unused", reason=str(error), instead="torch's own operations, several times slower")
+        log.warning("Triton unused", reason=str(error), instead="torch's own operations, several times slower")
         return None
     return TritonAttention(shape, num_processors)

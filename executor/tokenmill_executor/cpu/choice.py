@@ -51,5 +51,5 @@ def choose_kernels(config: ModelConfig, tensors: Mapping[str, torch.Tensor], cho
         )
     if choice.quantization is not None:
         raise ModelError(f"quantised weights need the C++ kernels, which cannot be used: {reason}.")
-    log.warning("cpu_kernels_unused", reason=reason, instead="torch, several times slower")
+    log.warning("CPU kernels unused", reason=reason, instead="torch, several times slower")
     return None

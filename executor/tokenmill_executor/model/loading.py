@@ -151,9 +151,9 @@ def _cpu_dtype(config: ModelConfig, choice: CpuChoice) -> torch.dtype:
     """bfloat16 is several times faster on the kernels and no faster without them."""
     reason = why_not(config, choice)
     if reason is None:
-        log.info("dtype_chosen", dtype="bfloat16", reason="the C++ kernels run it; for the tokens of transformers choose float32")
+        log.info("dtype chosen", dtype="bfloat16", reason="the C++ kernels run it; for the tokens of transformers choose float32")
         return torch.bfloat16
-    log.warning("dtype_chosen", dtype="float32", reason=f"the C++ kernels, several times faster, cannot be used: {reason}")
+    log.warning("dtype chosen", dtype="float32", reason=f"the C++ kernels, several times faster, cannot be used: {reason}")
     return torch.float32
 
 

@@ -197,7 +197,7 @@ async def _abort(error: Exception, method: str, context: Context) -> NoReturn:
 
 def _internal(error: Exception, method: str) -> status_pb2.Status:
     error_id = secrets.token_hex(4)
-    log.error("rpc_failed", method=method, error_id=error_id, exc_info=error)
+    log.error("RPC failed", method=method, error_id=error_id, exc_info=error)
     status = status_pb2.Status(code=code_pb2.INTERNAL, message=f"internal error {error_id}; the scheduler's log tells more")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"error_id": error_id}))
     return status

@@ -35,7 +35,7 @@ def test_a_supported_model_gets_the_kernels() -> None:
 def test_another_block_size_falls_back_and_says_so_once() -> None:
     with structlog.testing.capture_logs() as logs:
         assert choose_kernels(small_config(), {}, CpuChoice(64, 32, None, "auto")) is None
-    assert [line["event"] for line in logs] == ["cpu_kernels_unused"]
+    assert [line["event"] for line in logs] == ["CPU kernels unused"]
 
 
 def test_missing_kernels_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_settings_decide_what_runs_a_model(folder: Path, settings: dict[str, Any
 def test_the_log_says_once_which_type_auto_is_and_why(folder: Path, block_size: int, dtype: str, reason: str) -> None:
     with structlog.testing.capture_logs() as logs:
         load_runner(folder, device="cpu", block_size=block_size)
-    assert [(line["event"], line["dtype"]) for line in logs] == [("dtype_chosen", dtype)]
+    assert [(line["event"], line["dtype"]) for line in logs] == [("dtype chosen", dtype)]
     assert reason in logs[0]["reason"]
 
 

@@ -132,13 +132,13 @@ def test_what_it_cannot_serve_triton_does_and_a_line_says_so(backend_module: Any
     with structlog.testing.capture_logs() as logs:
         backend = choose_attention("flashinfer", replace(SHAPE, **changes), num_processors=1)
     assert type(backend).__name__ == "TritonAttention"
-    assert [(line["event"], reason in line["reason"]) for line in logs] == [("flashinfer_unused", True)]
+    assert [(line["event"], reason in line["reason"]) for line in logs] == [("FlashInfer unused", True)]
 
 
 def test_without_the_package_triton_serves() -> None:
     with structlog.testing.capture_logs() as logs:
         assert type(choose_attention("flashinfer", SHAPE, num_processors=1)).__name__ == "TritonAttention"
-    assert [line["event"] for line in logs] == ["flashinfer_unused"]
+    assert [line["event"] for line in logs] == ["FlashInfer unused"]
 
 
 def test_a_backend_that_there_is_not_is_refused() -> None:

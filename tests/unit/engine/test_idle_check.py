@@ -54,7 +54,7 @@ async def test_books_that_do_not_balance_are_told_and_work_goes_on() -> None:
         await engine.checked.wait()
         await thread.run(lambda: None)
         await asyncio.sleep(0)
-        assert [entry["event"] for entry in logs] == ["integrity_check_failed"]
+        assert [entry["event"] for entry in logs] == ["integrity check failed"]
     assert thread.metrics.integrity_failures == 1
     (failures,) = [family for family in thread.gather() if family.name == "tokenmill_executor_integrity_failures"]
     assert failures.samples[0].value == 1

@@ -64,7 +64,7 @@ async def test_describe_tells_groups_with_windows_and_that_no_prefix_is_cached_t
     description = await service.stub.Describe(pb.DescribeRequest())
     assert [(group.sliding_window, group.sinks) for group in description.block_groups] == [(0, 0), (8, 2)]
     assert (list(description.features), description.cache_version) == ([], "")
-    assert [line["event"] for line in logs].count("prefix_caching_unused") == 1
+    assert [line["event"] for line in logs].count("prefix caching unused") == 1
     scheduler = await service.scheduler(1)
     await scheduler.send({1: 40}, [admission(1, [5] * 40, max_tokens=3)])
     # 41 positions of the first group, and of the other two sinks and the seven before the next token.
