@@ -15,10 +15,11 @@ import structlog
 
 from tokenmill_executor.batch import Advance, build_batch
 from tokenmill_executor.blocks import BlockPool
+from tokenmill_executor.columns import Columns
 from tokenmill_executor.host_tier import HostTier
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
-from tokenmill_executor.runner import DeviceLost, Runner, SampledLogprobs, StepOutput
+from tokenmill_executor.runner import DeviceLost, Runner, StepOutput
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
 
 log = structlog.get_logger(__name__)
@@ -36,19 +37,6 @@ class _Part:
     sample_rows: SequenceOf[int] = ()
     output: StepOutput = field(default_factory=lambda: StepOutput([]))
     error: str = ""
-
-
-@dataclass(slots=True)
-class _Columns:
-    """A result in the making; one entry for each of the plan's advances."""
-
-    num_computed: list[int]
-    num_sampled: list[int]
-    finishes: list[int]
-    num_cached: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[SampledLogprobs] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
 
 
 class Engine:
@@ -75,22 +63,21 @@ class Engine:
         self._clock = clock
         self._hasher = hasher
 
-    def carry_out(self, plan: Plan) -> Result:
-        """One step. What is wrong with a single sequence is a fault in the result.
+    def carry_out(self, plan: Plan, awaited: Callable[[], bool] = lambda: False) -> Result:
+        """One step, and further ones as far as the plan allows, until the engine is `awaited` for something else.
 
-        Raises only DeviceLost, after which nothing can be carried out, and for a mistake of this executor.
+        What is wrong with a single sequence is a fault in the result. Raises only DeviceLost, after which nothing can be carried
+        out, and for a mistake of this executor.
         """
         started_s = self._clock()
-        entries = len(plan.advance_sequence_ids)
-        columns = _Columns([0] * entries, [0] * entries, [0] * entries, [0] * entries)
+        columns = Columns.of(len(plan.advance_sequence_ids))
         self._release(plan.release)
         self._admit(plan.admit, columns.faults)
-        parts = self._compute(self._reserve(plan, columns.faults))
-        for part in parts:
-            self._collect(part, columns)
-        forward_s = sum(part.output.forward_s for part in parts)
-        sample_s = sum(part.output.sample_s for part in parts)
-        prepare_s = max(0.0, self._clock() - started_s - forward_s - sample_s)
+        advances = self._reserve(plan, columns.faults)
+        self._take_step(advances, columns)
+        while columns.steps < plan.max_steps and not awaited() and (advances := self._go_on(plan, advances, columns)):
+            self._take_step(advances, columns)
+        prepare_s = max(0.0, self._clock() - started_s - columns.forward_s - columns.sample_s)
         return Result(
             epoch=plan.epoch,
             plan_id=plan.plan_id,
@@ -100,11 +87,12 @@ class Engine:
             token_ids=columns.token_ids,
             finishes=columns.finishes,
             blocks=self._pool.counts(),
-            times=StepTimes(prepare_s, forward_s, sample_s),
+            times=StepTimes(prepare_s, columns.forward_s, columns.sample_s),
             faults=columns.faults,
             logprobs=columns.logprobs,
             num_cached=columns.num_cached if any(columns.num_cached) else (),
             prefix=self._pool.index.take_changes(),
+            num_steps=columns.steps,
         )
 
     def release_all(self) -> Standing:
@@ -133,7 +121,7 @@ class Engine:
         """Raises AssertionError unless blocks and references agree with the sequences. O(blocks): for tests and idle times."""
         self._pool.check([sequence.table for sequence in self._sequences.values()])
 
-    # ---- the four steps --------------------------------------------------------------------------------------------------------
+    # ---- the four parts --------------------------------------------------------------------------------------------------------
 
     def _release(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
@@ -178,6 +166,17 @@ class Engine:
                 self._pool.release(sequence.table)
         if self._host is not None:
             self._host.flush()
+        return advances
+
+    def _go_on(self, plan: Plan, before: SequenceOf[Advance], columns: Columns) -> list[Advance]:
+        """A token more for those that have sampled in the step `before`, and have tokens left of the plan's most."""
+        advances = []
+        for entry, sequence in [(advance.entry, advance.sequence) for advance in before]:
+            start, left = sequence.computed, plan.advance_max_tokens[entry] - columns.num_computed[entry]
+            if left < 1 or start != len(sequence.token_ids) - 1 or sequence.sequence_id not in self._sequences:
+                continue
+            if start < sequence.table.count * self._pool.block_size or self._take_blocks(sequence, start + 1, 0, columns.faults):
+                advances.append(Advance(entry, sequence, start, start + 1))
         return advances
 
     def _share_prefix(self, sequence: Sequence) -> int:
@@ -235,6 +234,13 @@ class Engine:
         self._pool.allocate(sequence.table, end)
         return True
 
+    def _take_step(self, advances: SequenceOf[Advance], columns: Columns) -> None:
+        for part in self._compute(advances):
+            columns.forward_s += part.output.forward_s
+            columns.sample_s += part.output.sample_s
+            self._collect(part, columns)
+        columns.steps += 1
+
     def _compute(self, advances: SequenceOf[Advance]) -> list[_Part]:
         """One pass of the runner; if it raises, further ones to tell the sequences at fault from the others."""
         if not advances:
@@ -273,7 +279,7 @@ class Engine:
             self._host.computed(len(batch.token_ids), output.forward_s)
         return _Part(advances, batch.sample_rows.tolist(), output)
 
-    def _collect(self, part: _Part, columns: _Columns) -> None:
+    def _collect(self, part: _Part, columns: Columns) -> None:
         if part.error:
             self._fail(part.advances[0].sequence, SequenceFault.ERROR, part.error, columns.faults)
             return
@@ -288,20 +294,17 @@ class Engine:
             if row in failed:
                 self._fail(advance.sequence, SequenceFault.ERROR, output.errors[index], columns.faults)
                 continue
-            columns.token_ids.append(token_id)
-            columns.num_sampled[advance.entry] = 1
-            if index in output.logprobs:
-                columns.logprobs.append(output.logprobs[index])
+            columns.sampled(advance.entry, token_id, output.logprobs.get(index))
             finish = advance.sequence.append(token_id)
             if finish is not SequenceFinish.NONE:
                 columns.finishes[advance.entry] = finish
                 self._drop(advance.sequence)
 
-    def _keep(self, advance: Advance, columns: _Columns) -> None:
+    def _keep(self, advance: Advance, columns: Columns) -> None:
         """What was computed counts from now on."""
         sequence = advance.sequence
-        columns.num_cached[advance.entry] = advance.start - sequence.computed
-        columns.num_computed[advance.entry] = advance.end - advance.start
+        columns.num_cached[advance.entry] += advance.start - sequence.computed
+        columns.num_computed[advance.entry] += advance.end - advance.start
         sequence.computed = advance.end
         self._store_blocks(sequence, advance.start, advance.end)
         # Plans are carried out one after another: the next one begins here, and nothing that runs sees what lies behind.

@@ -46,6 +46,9 @@ class EngineThread:
         self._check_after_s = check_after_s
         self._check: asyncio.TimerHandle | None = None
         self._plans_begun = 0
+        # Counted on the event loop's thread, and on the engine's.
+        self._jobs_queued = 0
+        self._jobs_begun = 0
         self._closing = False
 
     @property
@@ -54,7 +57,16 @@ class EngineThread:
 
     def run(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Carries out `job` behind all earlier ones. To cancel the future does not stop a job that has begun."""
-        return asyncio.get_running_loop().run_in_executor(self._pool, job)
+        self._jobs_queued += 1
+        return asyncio.get_running_loop().run_in_executor(self._pool, self._begin, job)
+
+    def _begin(self, job: Callable[[], T]) -> T:
+        self._jobs_begun += 1
+        return job()
+
+    def _is_awaited(self) -> bool:
+        """Whether a job waits for the one in progress."""
+        return self._jobs_queued != self._jobs_begun
 
     async def load(self, make_engine: Callable[[], Engine]) -> None:
         """Makes the engine on its own thread, so that the event loop goes on and a device context has one owner."""
@@ -143,7 +155,7 @@ class EngineThread:
         # A plan that came before the last one ended did not find the engine idle.
         times = ServiceTimes(queue_s=started_s - arrived_s, idle_s=max(0.0, arrived_s - self._idle_since_s))
         try:
-            result = self._engine.carry_out(plan)
+            result = self._engine.carry_out(plan, self._is_awaited)
         except DeviceLost as error:
             self._lost = error
             raise

@@ -177,6 +177,7 @@ class Loader:
                 pb.BlockGroup(sliding_window=group.sliding_window or 0, sinks=group.sinks) for group in description.block_groups
             ],
         )
+        response.features.append("multi_step")
         if settings.kv_cache_dtype != "auto":
             response.features.append(f"kv_cache_dtype={settings.kv_cache_dtype}")
         if self._hasher is not None:

@@ -56,15 +56,15 @@ class Metrics:
 
     def carried_out(self, result: Result, times: ServiceTimes) -> None:
         self.blocks = result.blocks
-        self._steps += 1
+        self._steps += result.num_steps
         self._computed_tokens += sum(result.num_computed)
         self._cached_tokens += sum(result.num_cached)
         self._sampled_tokens += len(result.token_ids)
         self._wait_s += times.idle_s
         self._parts["queue"].observe(times.queue_s)
-        self._parts["prepare"].observe(result.times.prepare_s)
-        self._parts["forward"].observe(result.times.forward_s)
-        self._parts["sample"].observe(result.times.sample_s)
+        steps, parts = result.num_steps, result.times
+        for part, seconds in (("prepare", parts.prepare_s), ("forward", parts.forward_s), ("sample", parts.sample_s)):
+            self._parts[part].observe(seconds / steps, steps)
         if result.faults:
             self._faults.update(fault.fault for fault in result.faults)
 
@@ -78,8 +78,10 @@ class Metrics:
         held = {"held": blocks.held, "cached": blocks.cached, "free": blocks.free}
         return [
             InfoMetricFamily("tokenmill_executor", "What serves here", dict(self.description)),
-            _counter("steps", "Plans carried out", self._steps),
-            histogram_family(f"{_PREFIX}step_seconds", "Of each step, by part; queue is before it begins", ("part",), parts),
+            _counter("steps", "Forward passes carried out", self._steps),
+            histogram_family(
+                f"{_PREFIX}step_seconds", "Of each step, by part; queue is of each plan, before it begins", ("part",), parts
+            ),
             _counter("wait_seconds", "Waited for a plan with nothing to do", self._wait_s),
             _counter("computed_tokens", "Tokens that went through the model", self._computed_tokens),
             _counter("cached_tokens", "Tokens taken from the prefix cache instead", self._cached_tokens),

@@ -45,7 +45,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: release, then admit, then advance sequence i by at most `advance_max_tokens[i]` tokens towards its end."""
+    """Release, then admit, then advance sequence i by at most `advance_max_tokens[i]` tokens towards its end.
+
+    With `max_steps` above 1, those that have sampled go on, a token a step, as far as that allows.
+    """
 
     epoch: int
     plan_id: int
@@ -53,6 +56,7 @@ class Plan:
     admit: SequenceOf[Admission] = ()
     advance_sequence_ids: SequenceOf[int] = ()
     advance_max_tokens: SequenceOf[int] = ()
+    max_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds that carrying out one plan took."""
+    """Seconds that carrying out one plan took, all its steps together."""
 
     prepare_s: float
     forward_s: float
@@ -119,3 +123,4 @@ class Result:
     logprobs: SequenceOf[SampledLogprobs] = field(default=())
     num_cached: SequenceOf[int] = field(default=())
     prefix: PrefixChanges = PrefixChanges()
+    num_steps: int = 1

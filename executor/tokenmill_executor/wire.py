@@ -51,7 +51,7 @@ def decode_plan(message: pb.Plan, epoch: int, plan_id: int, limits: PlanLimits) 
             f"plan.advance_max_tokens adds up to {sum(max_tokens)}, max_num_batched_tokens is {limits.max_num_batched_tokens}"
         )
     admit = [_decode_admission(index, admission) for index, admission in enumerate(message.admit)]
-    return Plan(epoch, plan_id, list(message.release), admit, sequence_ids, max_tokens)
+    return Plan(epoch, plan_id, list(message.release), admit, sequence_ids, max_tokens, max(1, message.max_steps))
 
 
 def _decode_admission(index: int, message: pb.Admission) -> Admission:
@@ -105,6 +105,7 @@ def encode_result(result: Result, times: ServiceTimes) -> pb.RunResponse:
         dropped=result.prefix.dropped,
         stored=result.prefix.stored,
         stored_parents=result.prefix.parents,
+        num_steps=result.num_steps,
     )
     return pb.RunResponse(result=message)
 

@@ -61,6 +61,8 @@ class Answers:
             return "has other rows than its plan"
         if any(map(gt, result.num_computed, plan.advance_max_tokens)):
             return "has a sequence that computed more tokens than it was to"
+        if result.num_steps > plan.max_steps:
+            return f"took {result.num_steps} steps, {plan.max_steps} were the most"
         if result.token_ids and max(result.token_ids) >= self._vocab_size:
             return f"has token {max(result.token_ids)}, the vocabulary has {self._vocab_size}"
         return self.check_blocks(result.blocks)

@@ -40,7 +40,7 @@ class Drive:
         return self.facts.description.name
 
     def answered(self, result: Result, now_s: float) -> None:
-        self.pacer.answered(result.times, now_s)
+        self.pacer.answered(result.times, now_s, result.num_steps)
         self.blocks = result.blocks
 
     def status(self, running: int, draining: bool, now_s: float) -> ExecutorStatus:

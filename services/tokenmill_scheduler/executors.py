@@ -19,7 +19,7 @@ from tokenmill_scheduler.ledger.port import ExecutorTaken, Lease, Ledger, Ledger
 from tokenmill_scheduler.link import ExecutorLink, Refused
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
-from tokenmill_scheduler.pacing import Pacer
+from tokenmill_scheduler.pacing import ONE_STEP, Pacer, Repeats
 from tokenmill_scheduler.session import Fenced, SessionLimits
 from tokenmill_scheduler.wire import ExecutorFacts, Standing
 
@@ -40,6 +40,7 @@ class Executors:
         changed: Callable[[], None],
         tls: ClientTls | None = None,
         given_away: Callable[[str], None] = lambda executor: None,
+        repeats: Repeats = ONE_STEP,
     ) -> None:
         """`given_away` is called with the name of an executor that was, or was to be, driven here and is another scheduler's."""
         self._open_link = partial(ExecutorLink, owner=self, limits=limits, max_message_bytes=max_message_bytes, tls=tls)
@@ -49,6 +50,7 @@ class Executors:
         self._ledger = ledger
         self._changed = changed
         self._given_away = given_away
+        self._repeats = repeats
         self._claims: dict[str, ExecutorLink] = {}
         self._drives: dict[ExecutorLink, Drive] = {}
         # Addresses of executors that have neither been driven here nor found to be another scheduler's.
@@ -142,7 +144,7 @@ class Executors:
 
     def joined(self, link: ExecutorLink, facts: ExecutorFacts, epoch: int, standing: Standing) -> None:
         depth = min(PIPELINE_DEPTH, facts.description.pipeline_depth)
-        pacer = Pacer(depth, joined_s=time.monotonic())
+        pacer = Pacer(depth, time.monotonic(), self._repeats)
         drive = Drive(link, facts, epoch, pacer, standing.blocks, joined_s=self._loop.clock(), stored=standing.stored)
         self._drives[link] = drive
         self._log.info(

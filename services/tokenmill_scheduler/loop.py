@@ -152,6 +152,9 @@ class Loop:
         if isinstance(event, core.PolicyChanged):
             self.metrics.use_policy(event.policy)
         self._apply(event, actions)
+        if not isinstance(event, core.Tick):
+            for drive in self.drives.values():
+                drive.pacer.hurry()
         self._pump_soon()
 
     def record(self, action: Action) -> None:
@@ -395,7 +398,7 @@ class Loop:
         while drive.connected and (due_s := drive.pacer.due_s(now_s := _now())) is not None:
             if due_s > now_s + TIMER_TICK_S:
                 return due_s
-            if not self._apply(core.PlanDue(drive.name)):
+            if not self._apply(core.PlanDue(drive.name, drive.pacer.most_steps())):
                 drive.pacer.declined()
                 return None
         return None

@@ -10,6 +10,9 @@ margin, and the margin balances two observations that every result carries:
 At balance the two are equal, so idle time is at most SHRINK / GROW of the time that plans wait, whatever the jitter of the steps,
 and a plan never waits longer than a step: the executor idles at most SHRINK / GROW, 0.8 %, of the time.
 
+A plan of several steps costs one round trip. It may have as many as fit into the time that a token may wait for others
+(`Repeats`); since the next plan cuts it short, what happens meanwhile (`hurry`) waits for one step only.
+
 Must not know: the core, connections, asyncio.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 
 from tokenmill_scheduler.core.records import Plan, StepTimes
 
@@ -26,17 +30,32 @@ MIN_MARGIN_S = 0.0005
 FIRST_MARGIN_S = 0.003
 # Weight of the newest observation in what is remembered of round trips and step times.
 NEWEST = 0.1
+_LEAST_STEP_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """How many steps a plan may have at most, and for how long they may go on, in seconds."""
+
+    max_steps: int = 1
+    patience_s: float = 0.0
+
+
+ONE_STEP = Repeats()
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's time depends on."""
+    """What the time of a plan's steps depends on: the tokens of each, and how many there are at most."""
 
     tokens: int
     has_prefill: bool
+    steps: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> StepShape:
+        if plan.max_steps > 1:
+            return cls(len(plan.advance_max_tokens), False, plan.max_steps)
         tokens = sum(plan.advance_max_tokens)
         return cls(tokens, has_prefill=tokens > len(plan.advance_max_tokens))
 
@@ -79,13 +98,17 @@ class _PlanOut:
 class Pacer:
     """Paces the plans of one executor, from its joining on; at most `depth` are out at once."""
 
-    def __init__(self, depth: int, joined_s: float) -> None:
+    def __init__(self, depth: int, joined_s: float, repeats: Repeats = ONE_STEP) -> None:
         self.depth = depth
+        self._repeats = repeats
+        self._decode_step_s = inf
+        self._hurried = False
         self.joined_s = joined_s
         self.margin_s = FIRST_MARGIN_S
         self.round_trip_s = 0.0
         self.last_round_trip_s = 0.0
         self.steps = 0
+        self.plans = 0
         self.idle_s = 0.0
         self.busy_s = 0.0
         self._models = {False: StepTimeModel(), True: StepTimeModel()}
@@ -104,13 +127,23 @@ class Pacer:
         """When the next plan should be asked for (maybe in the past); None while `depth` plans are out."""
         if len(self._out) >= self.depth:
             return None
-        if not self._out:
+        if not self._out or (self._hurried and self._out[-1].shape.steps > 1):
             return now_s
         expected_s = [self._expect(plan.shape) for plan in self._out]
         lead_s = self.round_trip_s + min(self.margin_s, expected_s[-1])
         return self._started_s + sum(expected_s) - lead_s
 
+    def hurry(self) -> None:
+        """Something has happened that may change the next plan: it is due at once, if it can cut a longer one short."""
+        self._hurried = True
+
+    def most_steps(self) -> int:
+        """Of the next plan, if it only decodes."""
+        fitting = int(self._repeats.patience_s / max(self._decode_step_s, _LEAST_STEP_S))
+        return max(1, min(self._repeats.max_steps, fitting))
+
     def sent(self, shape: StepShape, now_s: float) -> None:
+        self._hurried = False
         if not self._out:
             self._started_s = now_s + self.round_trip_s
         self._out.append(_PlanOut(shape, now_s, had_work=not self._workless, paced=not self._declined))
@@ -118,19 +151,24 @@ class Pacer:
 
     def declined(self) -> None:
         """Asked for a plan, the core had none to give."""
+        self._hurried = False
         self._declined = True
         self._workless = self._workless or not self._out
 
-    def answered(self, times: StepTimes, now_s: float) -> None:
-        """The oldest plan out came back."""
+    def answered(self, times: StepTimes, now_s: float, num_steps: int = 1) -> None:
+        """The oldest plan out came back, after so many steps."""
         plan = self._out.popleft()
-        step_s = (times.prepare_us + times.forward_us + times.sample_us) / 1e6
+        steps_s = (times.prepare_us + times.forward_us + times.sample_us) / 1e6
+        step_s = steps_s / num_steps
         queue_s = times.queue_us / 1e6
         idle_s = times.idle_us / 1e6
-        self.steps += 1
-        self.busy_s += step_s
+        self.steps += num_steps
+        self.plans += 1
+        self.busy_s += steps_s
+        if not plan.shape.has_prefill:
+            self._decode_step_s = step_s
         self._models[plan.shape.has_prefill].observe(plan.shape.tokens, step_s)
-        self._observe_round_trip(max(0.0, now_s - plan.sent_s - queue_s - step_s))
+        self._observe_round_trip(max(0.0, now_s - plan.sent_s - queue_s - steps_s))
         self._started_s = now_s
         if plan.had_work:
             self.idle_s += idle_s
@@ -143,11 +181,11 @@ class Pacer:
 
     def _expect(self, shape: StepShape) -> float:
         """A shape never seen counts as instant: its successor leaves at once, which costs lateness of decision, never idle time."""
-        return self._models[shape.has_prefill].expect(shape.tokens) or 0.0
+        return shape.steps * (self._models[shape.has_prefill].expect(shape.tokens) or 0.0)
 
     def _observe_round_trip(self, seconds: float) -> None:
         self.last_round_trip_s = seconds
-        weight = max(NEWEST, 1 / self.steps)
+        weight = max(NEWEST, 1 / self.plans)
         self.round_trip_s += weight * (seconds - self.round_trip_s)
 
     def _adapt(self, idle_s: float, queue_s: float, step_s: float) -> None:

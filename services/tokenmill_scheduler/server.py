@@ -43,6 +43,7 @@ from tokenmill_scheduler.live import may_gather
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.operators import Operators
+from tokenmill_scheduler.pacing import Repeats
 from tokenmill_scheduler.reads import RETRY_DELAY_S
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.retention import prune_for_ever
@@ -104,6 +105,7 @@ class SchedulerServer:
             self._health.changed,
             settings.executor_tls,
             lambda executor: self.service.handovers.give(executor),
+            Repeats(settings.num_scheduler_steps, settings.commit_interval_s),
         )
         self.service = Service(
             settings.queue_limits,

@@ -58,6 +58,7 @@ class Settings:
     database: str
     durability: str
     commit_interval_s: float
+    num_scheduler_steps: int
     scheduler_name: str
     lease_time_s: float
     scheduler: SchedulerConfig
@@ -117,6 +118,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         database=values["database"],
         durability=values["durability"],
         commit_interval_s=values["commit_interval"],
+        num_scheduler_steps=values["num_scheduler_steps"],
         scheduler_name=values["scheduler_name"],
         lease_time_s=values["lease_time"],
         scheduler=config,
@@ -252,8 +254,8 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--commit-interval": {
             "type": seconds,
             "default": 0.05,
-            "help": "tokens of several streams are committed, and then sent, at most this often, in seconds; first tokens, ends "
-            "and the tokens of a single stream at once; 0: every step",
+            "help": "for how long a token may wait for others, of its stream (--num-scheduler-steps) and of other streams, to be "
+            "committed and sent with them, in seconds; first tokens and ends never wait; 0: none does",
         },
         "--retention": {
             "type": seconds,
@@ -274,6 +276,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "batching": {
         "--max-num-seqs": {"type": count, "default": 64, "help": "most sequences in a step"},
         "--max-num-batched-tokens": {"type": count, "default": 512, "help": "most tokens in a step, prefill and decode together"},
+        "--num-scheduler-steps": {
+            "type": count,
+            "default": 8,
+            "help": "most steps that an executor may take on one plan while all it has is to decode and nothing happens, within "
+            "--commit-interval; whatever happens is seen to after the step in progress. 1: a plan for each",
+        },
         "--batching": {
             "choices": ("continuous", "static"),
             "default": "continuous",

@@ -27,8 +27,9 @@ from tokenmill_scheduler.core.records import (
 )
 from tokenmill_scheduler.core.request import Sampling
 
-# The feature word, and the one way of hashing blocks that the core knows.
+# Words of features, and the one way of hashing blocks that the core knows.
 PREFIX_CACHING = "prefix_caching"
+MULTI_STEP = "multi_step"
 HASH_ALGORITHM = "sha256"
 # Names are stored and shown.
 MAX_NAME_CHARS = 256
@@ -80,6 +81,7 @@ class Codec:
                 admit=[_admission(admission) for admission in plan.admit],
                 advance_sequence_ids=plan.advance_sequence_ids,
                 advance_max_tokens=plan.advance_max_tokens,
+                max_steps=plan.max_steps,
             )
         )
 
@@ -101,6 +103,7 @@ class Codec:
             num_cached=tuple(message.num_cached),
             dropped=tuple(message.dropped),
             stored=tuple(message.stored),
+            num_steps=max(1, message.num_steps),
         )
         self._with_logprobs.difference_update(self._releases.pop(result.plan_id, ()))
         if self._with_logprobs:
@@ -154,6 +157,7 @@ def facts(message: pb.DescribeResponse) -> ExecutorFacts:
             caches_prefixes=PREFIX_CACHING in message.features,
             cache_version=message.cache_version if message.prefix_caching_hash_algo == HASH_ALGORITHM else None,
             num_host_blocks=message.num_host_blocks,
+            multi_step=MULTI_STEP in message.features,
             block_groups=tuple(BlockGroup(g.sliding_window, g.sinks) for g in message.block_groups) or FULL_ATTENTION,
         ),
         tokenizer_digest=message.tokenizer_digest,

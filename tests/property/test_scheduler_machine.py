@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ageing_turn=st.integers(0, 3),
         fair_share=st.booleans(),
         admission=st.sampled_from(ADMISSION_MODES),
+        max_steps=st.integers(1, 5),
         first=st.lists(SHAPES, min_size=3, max_size=8),
     )
     def start(
@@ -73,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ageing_turn: int,
         fair_share: bool,
         admission: str,
+        max_steps: int,
         first: list[tuple[int, int, int]],
     ) -> None:
         config = SchedulerConfig(
@@ -96,7 +98,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 replace(shape, num_blocks=len(self.GROUPS) * shape.num_blocks, block_groups=self.GROUPS, caches_prefixes=False)
                 for shape in shapes
             ]
+        shapes = [replace(shape, multi_step=max_steps > 1) for shape in shapes]
         self.world = World(config, *shapes[: 2 if two else 1], overlap=overlap)
+        self.world.max_steps = max_steps
         self.lost: set[str] = set()
         self.stopped_early: set[str] = set()
         self.faulted = False

@@ -6,6 +6,8 @@ and one that N+1 releases keeps them until N is done.
 
 Layers may be of several groups: a sequence then has a block of each group, one after the other, for each stretch of its positions.
 
+A plan of several steps ends early when another one waits, and else, now and then, as if one had come.
+
 It can cache prefixes: blocks are known by all tokens up to their end, and evicted in the order in which they were let go. A fork
 shares the full blocks of its prompt that the other sequence has, by the time it is first advanced.
 """
@@ -65,6 +67,40 @@ class _Step:
     rows: list[_Row | None]
     faults: dict[int, Fault]
     taken: int
+
+
+@dataclass
+class _Columns:
+    """A result in the making, one entry for each sequence of the plan; `goes_on`: it has sampled in the last step."""
+
+    computed: list[int]
+    cached: list[int]
+    tokens: list[list[int]]
+    finishes: list[int]
+    goes_on: list[bool]
+    steps: int = 0
+
+    @classmethod
+    def of(cls, step: _Step) -> _Columns:
+        n = len(step.rows)
+        return cls([0] * n, [0] * n, [[] for _ in range(n)], [NONE] * n, [False] * n)
+
+    def result(self, step: _Step, blocks: Blocks, dropped: tuple[int, ...], stored: tuple[int, ...]) -> Result:
+        return Result(
+            step.plan.epoch,
+            step.plan.plan_id,
+            step.plan.advance_sequence_ids,
+            tuple(self.computed),
+            tuple(map(len, self.tokens)),
+            tuple([token for tokens in self.tokens for token in tokens]),
+            tuple(self.finishes),
+            blocks,
+            step.faults,
+            num_cached=tuple(self.cached) if any(self.cached) else (),
+            dropped=dropped,
+            stored=stored,
+            num_steps=self.steps,
+        )
 
 
 class Died(Exception):
@@ -128,7 +164,23 @@ class ModelExecutor:
     def step(self) -> Result:
         step = self._prepared or self._prepare(self._queued.popleft())
         self._prepared = self._prepare(self._queued.popleft()) if self.overlap and self._queued else None
-        return self._compute(step)
+        columns = _Columns.of(step)
+        self._compute(step.rows, columns)
+        while columns.steps < self._most_steps(step.plan) and any(rows := self._go_on(step, columns)):
+            self._compute(rows, columns)
+        dropped, stored = self.pool.changes()
+        return columns.result(step, self._report(), dropped, stored)
+
+    def _most_steps(self, plan: Plan) -> int:
+        """Every third plan has time for all it may do."""
+        if self._queued or self._prepared:
+            return 1
+        return plan.max_steps if plan.plan_id % 3 == 0 else 1 + plan.plan_id % plan.max_steps
+
+    def _go_on(self, step: _Step, columns: _Columns) -> list[_Row | None]:
+        """One token more for those that sampled last and may still be advanced."""
+        most = zip(step.plan.advance_sequence_ids, step.plan.advance_max_tokens, columns.computed, columns.goes_on, strict=True)
+        return [self._launch(i, 1, step.faults) if goes_on and done < n else None for i, n, done, goes_on in most]
 
     def _prepare(self, plan: Plan) -> _Step:
         before = self.pool.available
@@ -211,37 +263,24 @@ class ModelExecutor:
         sequence.blocks += self.pool.take(lacking)
         return None
 
-    def _compute(self, step: _Step) -> Result:
-        computed, sampled, token_ids, finishes, cached = [], [], [], [], []
-        for sequence_id, row in zip(step.plan.advance_sequence_ids, step.rows, strict=True):
-            tokens, finish = self._sample(row) if row is not None else ([], NONE)
-            skipped = row is None or (row.samples and not tokens)
-            computed.append(0 if row is None or skipped else row.count)
-            cached.append(0 if row is None or skipped else row.cached)
-            sampled.append(len(tokens))
-            token_ids += tokens
-            finishes.append(finish)
-            if row is not None:
-                row.sequence.steps -= 1
-                if not skipped:
-                    self.pool.keep(row.sequence.blocks, row.sequence.tokens, row.start, row.start + row.count)
-                    self._leave_behind(row.sequence.blocks, row.start + row.count)
-                self._let_go(sequence_id, finished=finish != NONE)
-        dropped, stored = self.pool.changes()
-        return Result(
-            self.epoch,
-            step.plan.plan_id,
-            step.plan.advance_sequence_ids,
-            tuple(computed),
-            tuple(sampled),
-            tuple(token_ids),
-            tuple(finishes),
-            self._report(),
-            step.faults,
-            num_cached=tuple(cached) if any(cached) else (),
-            dropped=dropped,
-            stored=stored,
-        )
+    def _compute(self, rows: list[_Row | None], columns: _Columns) -> None:
+        """One forward pass."""
+        columns.steps += 1
+        columns.goes_on = [False] * len(rows)
+        for entry, row in enumerate(rows):
+            if row is None:
+                continue
+            tokens, finish = self._sample(row)
+            row.sequence.steps -= 1
+            if tokens or not row.samples:
+                columns.computed[entry] += row.count
+                columns.cached[entry] += row.cached
+                columns.tokens[entry] += tokens
+                columns.finishes[entry] = finish
+                columns.goes_on[entry] = bool(tokens) and finish == NONE
+                self.pool.keep(row.sequence.blocks, row.sequence.tokens, row.start, row.start + row.count)
+                self._leave_behind(row.sequence.blocks, row.start + row.count)
+            self._let_go(row.sequence.admission.sequence_id, finished=finish != NONE)
 
     def _leave_behind(self, blocks: list[int], computed: int) -> None:
         """Lets go of what no token from position `computed` on sees, written block by block and position by position."""

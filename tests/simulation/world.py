@@ -60,6 +60,7 @@ def description(
     pipeline_depth: int = 2,
     caching: bool = False,
     groups: tuple[BlockGroup, ...] = FULL_ATTENTION,
+    multi_step: bool = False,
 ) -> ExecutorDescription:
     """One with windows caches no prefixes."""
     caching = caching and groups == FULL_ATTENTION
@@ -75,6 +76,7 @@ def description(
         caches_prefixes=caching,
         cache_version="tiny 1" if caching else None,
         block_groups=groups,
+        multi_step=multi_step,
     )
 
 
@@ -99,7 +101,10 @@ class Record:
 
 
 class World:
-    """Seeds name requests: request "r7" has seed 7. `overlap` is the executors' way to prepare the next plan early."""
+    """Seeds name requests: request "r7" has seed 7. `overlap` is the executors' way to prepare the next plan early.
+
+    Plans that only decode may be of up to `max_steps`.
+    """
 
     def __init__(self, config: SchedulerConfig | None = None, *executors: ExecutorDescription, overlap: bool = False) -> None:
         self.config = config or SchedulerConfig()
@@ -112,6 +117,7 @@ class World:
         self.plans: list[Plan] = []
         self.effects: list[Effect] = []
         self.paused = False
+        self.max_steps = 1
         self.drained: list[str] = []
         self.quotas: dict[str, Quota] = {}
         # How often a request has killed an executor.
@@ -215,7 +221,7 @@ class World:
 
     def plan(self, executor: str = "x", *, send: bool = True) -> Plan | None:
         """Asks for a plan and queues it at the executor; not `send`: it is lost on the way."""
-        issued = [effect for effect in self.handle(PlanDue(executor)) if isinstance(effect, PlanIssued)]
+        issued = [effect for effect in self.handle(PlanDue(executor, self.max_steps)) if isinstance(effect, PlanIssued)]
         assert len(issued) <= 1
         if not issued:
             return None

@@ -60,9 +60,9 @@ class Forecast:
         planned = sequence.planned_computed
         return max(0, self._held(planned, planned + 1) - sequence.reserved)
 
-    def wanted(self, sequence: Sequence) -> int:
-        """As `lacking`, for a plan that does not wait for those that are out."""
-        return max(0, self._held(sequence.computed, sequence.planned_computed + 1) - sequence.reserved)
+    def wanted(self, sequence: Sequence, tokens: int = 1) -> int:
+        """As `lacking`, of so many tokens, for a plan that does not wait for those that are out."""
+        return max(0, self._held(sequence.computed, sequence.planned_computed + tokens) - sequence.reserved)
 
     def reserve(self, sequence: Sequence, blocks: int) -> None:
         """Promises a sequence `blocks` more; the caller has seen that they are free."""

@@ -84,17 +84,18 @@ def check_sequences(executor: ExecutorState, roster: Roster) -> None:
     """Known, computed and planned tokens add up; a sequence that leaves is on its way out."""
     for sequence in [*executor.running.values(), *executor.leaving.values()]:
         booked = [
-            count
+            (count, out.plan.max_steps)
             for out in executor.plans_out
             for s, count in zip(out.sequences, out.plan.advance_max_tokens, strict=True)
             if s is sequence
         ]
         assert sequence.bookings == booked
         computed, known = sequence.computed, sequence.known
-        for count in booked:
-            if known < sequence.limit:
-                computed = min(computed + count, known)
-                known += computed == known
+        for count, steps in booked:
+            for step in range(steps):
+                if known < sequence.limit:
+                    computed = min(computed + (1 if step else count - steps + 1), known)
+                    known += computed == known
         assert (sequence.planned_computed, sequence.planned_known) == (computed, known)
         assert not sequence.predicted or sequence.computed == 0
         assert 0 <= sequence.computed <= sequence.known

@@ -4,6 +4,7 @@
     displace   a waiting request outranks a running one and lacks its slot or its blocks → that one is preempted (`displacement.py`)
     advance    running sequences: every decode, then prefills in order of admission
     admit      from the queue, in its order (`lineup.py`), while tokens, slots and blocks last
+    repeat     where all that is left is to decode: the same step again and again, until another plan comes
 
 Every sequence is advanced on its planned figures (see `sequence.py`), every block is counted against the forecast (`forecast.py`).
 Must not know: how results are read, deadlines, where plans are sent.
@@ -36,9 +37,11 @@ _OUT_OF_BLOCKS = "out of KV blocks"
 
 @dataclass(slots=True)
 class Draft:
-    """A plan in the making; `budget` is what is left of its tokens."""
+    """A plan in the making; `budget` is what is left of its tokens, `only_decodes` that it has no part of a prompt."""
 
     budget: int
+    only_decodes: bool = True
+    steps: int = 1
     admissions: list[Admission] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -54,6 +57,7 @@ class Draft:
         # Blocks booked for all that is known cover it, but for what windows leave behind: that has to come back first.
         if sequence.planned_computed >= sequence.covered:
             return
+        self.only_decodes = False
         if sequence.admission is not None:
             self.admissions.append(forks.introduction(sequence, executor))
         self.advance(sequence, min(sequence.remaining, self.budget, sequence.covered - sequence.planned_computed))
@@ -70,14 +74,20 @@ class Planner:
         self._max_overtakes = max_overtakes
         self._displacement = Displacement(roster, batching, room, warden)
 
-    def plan(self, executor: ExecutorState, now_s: float) -> Plan | None:
+    def plan(self, executor: ExecutorState, now_s: float, max_steps: int = 1) -> Plan | None:
         """The next plan, booked; None when there is nothing to release, admit or advance."""
+        draft = self._draft(executor, now_s)
+        if max_steps > 1 and draft.sequences and draft.only_decodes and _may_repeat(executor):
+            self._repeat(executor.forecast, draft, max_steps - 1)
+        return self._issue(executor, draft)
+
+    def _draft(self, executor: ExecutorState, now_s: float) -> Draft:
         queue = self._roster.queue(executor.description.model)
         draft = Draft(executor.max_num_batched_tokens)
         self._relieve(executor, queue, now_s)
         if self._is_closed(executor) or (self._roster.paused and not queue.num_resuming):
             self._advance(executor, draft)
-            return self._issue(executor, draft)
+            return draft
         self._displacement.make_way(executor, queue, now_s)
         # Counted before the advance: a sequence that takes its last step in this plan still has its slot.
         slots = self._batching.open_slots(executor, queue, now_s)
@@ -85,7 +95,7 @@ class Planner:
         self._advance(executor, draft)
         if lineup is not None and draft.budget:
             self._admit(executor, queue.ordering, lineup, draft, slots, now_s)
-        return self._issue(executor, draft)
+        return draft
 
     def _is_closed(self, executor: ExecutorState) -> bool:
         return executor.name in self._roster.drained or quarantine.on_trial(executor)
@@ -143,6 +153,22 @@ class Planner:
             if draft.budget == 0:
                 break
             draft.prefill(sequence, executor)
+
+    def _repeat(self, forecast: Forecast, draft: Draft, most: int) -> None:
+        """Lets all of them go on for as many steps as none can end by its length in: a last token is one of a step that is certain,
+        so that its slot is free to be planned with (C36)."""
+        further = min(most, draft.budget // len(draft.sequences), *[s.limit - s.planned_known - 1 for s in draft.sequences])
+        if further < 1 or not all(sequence.computed for sequence in draft.sequences):
+            return
+        wanted = [forecast.wanted(sequence, further) for sequence in draft.sequences]
+        if sum(wanted) > forecast.free:
+            return
+        for sequence, blocks in zip(draft.sequences, wanted, strict=True):
+            if blocks:
+                forecast.reserve(sequence, blocks)
+            sequence.go_on(further)
+        draft.counts = [1 + further] * len(draft.counts)
+        draft.steps += further
 
     # ---- waiting requests ----
 
@@ -225,10 +251,16 @@ class Planner:
             tuple(draft.admissions),
             tuple([sequence.sequence_id for sequence in draft.sequences]),
             tuple(draft.counts),
+            draft.steps,
         )
         executor.to_release = []
         executor.plans_out.append(PlanOut(plan, tuple(draft.sequences)))
         return plan
+
+
+def _may_repeat(executor: ExecutorState) -> bool:
+    """A plan out may be cut short, and of those behind it only the first can be planned as if it were not."""
+    return executor.description.multi_step and executor.description.pipeline_depth <= 2
 
 
 def _resumes_before(head: LiveRequest, live: LiveRequest) -> bool:

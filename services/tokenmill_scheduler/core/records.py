@@ -35,7 +35,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step of one executor: release, then admit, then advance each sequence by at most so many tokens towards its end."""
+    """What one executor is to do: release, then admit, then advance each sequence by at most so many tokens towards its end.
+
+    That is one step, or, of sequences that decode, up to `max_steps` of a token each, until another plan comes.
+    """
 
     epoch: int
     plan_id: int
@@ -43,6 +46,7 @@ class Plan:
     admit: tuple[Admission, ...]
     advance_sequence_ids: tuple[int, ...]
     advance_max_tokens: tuple[int, ...]
+    max_steps: int = 1
 
 
 class SequenceFinish(IntEnum):
@@ -93,7 +97,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Microseconds; see `tokenmill.executor.v1.Times`."""
+    """Microseconds of all steps of a plan; see `tokenmill.executor.v1.Times`."""
 
     queue_us: int = 0
     prepare_us: int = 0
@@ -128,6 +132,7 @@ class Result:
     dropped: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
     epoch_seen: int = 0
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,7 @@ class ExecutorDescription:
 
     `caches_prefixes`: sequences may start with tokens that others have computed. `cache_version` is what the hashes of its blocks
     begin with; None when they cannot be foretold. `num_host_blocks` hold such tokens beside the `num_blocks`, and nothing else.
+    `multi_step`: a plan may be several steps.
     """
 
     name: str
@@ -164,6 +170,7 @@ class ExecutorDescription:
     cache_version: str | None = None
     block_groups: tuple[BlockGroup, ...] = FULL_ATTENTION
     num_host_blocks: int = 0
+    multi_step: bool = False
 
 
 # ---- events --------------------------------------------------------------------------------------------------------------------
@@ -294,9 +301,13 @@ class QuotasChanged:
 
 @dataclass(frozen=True, slots=True)
 class PlanDue:
-    """The shell has room for one more plan at this executor now; answered with at most one PlanIssued."""
+    """The shell has room for one more plan at this executor now; answered with at most one PlanIssued.
+
+    The plan may be of up to `max_steps`.
+    """
 
     executor: str
+    max_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def apply_result(
         roster.counters.stale_results += 1
         return
     out = executor.plans_out.popleft()
-    _count_step(roster, executor, len(out.sequences))
+    _count_steps(roster, executor, len(out.sequences), result.num_steps)
     executor.blocks = result.blocks
     executor.forecast.available = result.blocks.available
     if result.dropped or result.stored:
@@ -52,10 +52,10 @@ def _answers_oldest(executor: ExecutorState, result: Result) -> bool:
     return bool(plans_out) and result.epoch == executor.epoch and result.plan_id == plans_out[0].plan.plan_id
 
 
-def _count_step(roster: Roster, executor: ExecutorState, num_sequences: int) -> None:
-    executor.steps += 1
-    roster.counters.steps += 1
-    roster.counters.occupancy_sum += num_sequences / executor.max_num_seqs
+def _count_steps(roster: Roster, executor: ExecutorState, num_sequences: int, num_steps: int) -> None:
+    executor.steps += num_steps
+    roster.counters.steps += num_steps
+    roster.counters.occupancy_sum += num_steps * num_sequences / executor.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,4 +242,5 @@ def _in_plan_order(out: PlanOut, result: Result) -> Result:
         tuple([0 if row is None else result.num_cached[row] for row in found]) if result.num_cached else (),
         result.dropped,
         result.stored,
+        result.num_steps,
     )

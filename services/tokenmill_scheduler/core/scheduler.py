@@ -258,7 +258,7 @@ class Scheduler:
             return
         executor.asked_s = now_s
         self._roster.quotas.refilled(now_s)
-        plan = self._planner.plan(executor, now_s)
+        plan = self._planner.plan(executor, now_s, event.max_steps)
         if plan is not None:
             self._roster.effects.append(PlanIssued(executor.name, plan))
 

@@ -30,8 +30,8 @@ class Sequence:
     ends for certain. `held` blocks are confirmed by results; `reserved` ≥ held are those it has or may still take without asking
     the forecast again, which is enough to plan up to `covered` tokens. `confirm_at` is how many computed tokens change what it
     holds; `narrowed`: it decodes, and what was booked for large chunks is given back. `finished`: the executor has let it go by
-    itself. `bookings` has, for each plan out that advances it, by how many tokens at most. `predicted` tokens are expected from the
-    prefix cache, until its first result says how many there were.
+    itself. `bookings` has, for each plan out that advances it, by how many tokens at most, in how many steps. `predicted` tokens
+    are expected from the prefix cache, until its first result says how many there were.
 
     `first`: its request has not been admitted before. `may_skip`: its first advance may find tokens that others have computed.
     `admission` makes it known to the executor, in the plan that advances it first; None after that. `siblings` are the sequences of
@@ -48,7 +48,7 @@ class Sequence:
     computed: int = 0
     planned_computed: int = 0
     predicted: int = 0
-    bookings: list[int] = field(default_factory=list)
+    bookings: list[tuple[int, int]] = field(default_factory=list)
     held: int = 0
     reserved: int = 0
     finished: bool = False
@@ -82,24 +82,37 @@ class Sequence:
         return self.planned_known >= self.limit
 
     def plan(self, count: int) -> None:
-        """Books an advance by at most `count` tokens in one more plan."""
-        self.bookings.append(count)
-        self._carry_out(count)
+        """Books an advance by at most `count` tokens in one more plan, of one step."""
+        self.bookings.append((count, 1))
+        self._carry_out(count, 1)
+
+    def go_on(self, steps: int) -> None:
+        """Books so many further steps in the newest plan, of a sequence that decodes and does not reach its limit by them."""
+        count, before = self.bookings[-1]
+        self.bookings[-1] = (count + steps, before + steps)
+        self._decode(steps)
 
     def settle(self, advanced: int, num_sampled: int) -> None:
         """Replaces what the oldest plan out was booked to do by what it did; `advanced` counts tokens computed and cached."""
-        booked = self.bookings.pop(0)
+        booked, _ = self.bookings.pop(0)
         self.computed += advanced
         self.known += num_sampled
         self.predicted = 0
         if advanced != booked:
             self.planned_computed, self.planned_known = self.computed, self.known
-            for count in self.bookings:
-                self._carry_out(count)
+            for count, steps in self.bookings:
+                self._carry_out(count, steps)
 
-    def _carry_out(self, count: int) -> None:
+    def _carry_out(self, count: int, steps: int) -> None:
         """What one plan does to the planned figures, as the executor does it."""
         if self.exhausted:
             return
-        self.planned_computed = min(self.planned_computed + count, self.planned_known)
+        first = count - (steps - 1)
+        self.planned_computed = min(self.planned_computed + first, self.planned_known)
         self.planned_known += self.planned_computed == self.planned_known
+        if steps > 1:
+            self._decode(min(steps - 1, self.limit - self.planned_known))
+
+    def _decode(self, steps: int) -> None:
+        self.planned_computed += steps
+        self.planned_known += steps

@@ -34,7 +34,9 @@ class FakeScheduler:
         await self.call.write(pb.RunRequest(hello=pb.Hello(epoch=self.epoch)))
         return await self.ended()
 
-    async def send(self, advance: dict[int, int], admit: Sequence[pb.Admission] = (), release: Sequence[int] = ()) -> None:
+    async def send(
+        self, advance: dict[int, int], admit: Sequence[pb.Admission] = (), release: Sequence[int] = (), max_steps: int = 0
+    ) -> None:
         self.plan_id += 1
         plan = pb.Plan(
             epoch=self.epoch,
@@ -43,6 +45,7 @@ class FakeScheduler:
             admit=admit,
             advance_sequence_ids=list(advance),
             advance_max_tokens=list(advance.values()),
+            max_steps=max_steps,
         )
         await self.call.write(pb.RunRequest(plan=plan))
 

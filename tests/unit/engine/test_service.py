@@ -63,7 +63,7 @@ async def test_describe_tells_groups_with_windows_and_that_no_prefix_is_cached_t
         service = await start(runner, "--num-gpu-blocks-override=32", "--block-size=4")
     description = await service.stub.Describe(pb.DescribeRequest())
     assert [(group.sliding_window, group.sinks) for group in description.block_groups] == [(0, 0), (8, 2)]
-    assert (list(description.features), description.cache_version) == ([], "")
+    assert (list(description.features), description.cache_version) == (["multi_step"], "")
     assert [line["event"] for line in logs].count("prefix caching unused") == 1
     scheduler = await service.scheduler(1)
     await scheduler.send({1: 40}, [admission(1, [5] * 40, max_tokens=3)])
@@ -106,7 +106,7 @@ async def test_two_plans_out_at_once_feed_each_other_the_sampled_tokens(start: S
 async def test_a_scheduler_that_comes_anew_is_told_what_is_cached_and_hits_it(start: Start) -> None:
     service = await start(OracleRunner(), "--block-size=4")
     described = await service.stub.Describe(pb.DescribeRequest())
-    assert list(described.features) == ["prefix_caching"]
+    assert list(described.features) == ["multi_step", "prefix_caching"]
     assert (described.prefix_caching_hash_algo, described.cache_version) == ("sha256", "oracle float32 auto")
     old = await service.scheduler(1)
     await old.send({1: 64}, [admission(1, [5] * 9)])
@@ -126,7 +126,7 @@ async def test_a_scheduler_that_comes_anew_is_told_what_is_cached_and_hits_it(st
 async def test_prefix_caching_can_be_turned_off(start: Start) -> None:
     service = await start(OracleRunner(), "--block-size=4", "--no-enable-prefix-caching")
     described = await service.stub.Describe(pb.DescribeRequest())
-    assert (list(described.features), described.prefix_caching_hash_algo, described.cache_version) == ([], "", "")
+    assert (list(described.features), described.prefix_caching_hash_algo, described.cache_version) == (["multi_step"], "", "")
     scheduler = await service.scheduler(1)
     for sequence_id in (1, 2):
         await scheduler.send({sequence_id: 64}, [admission(sequence_id, [5] * 9)])

@@ -52,6 +52,7 @@ def test_a_sequence_goes_from_its_prompt_to_its_limit() -> None:
             "result 1 has other rows than its plan",
         ),
         (result(computed=4), "result 1 has a sequence that computed more tokens than it was to"),
+        (result(num_steps=2), "result 1 took 2 steps, 1 were the most"),
         (result(tokens=(50,)), "result 1 has token 50, the vocabulary has 50"),
         (result(blocks=Blocks(11, 0, 0)), "result 1 tells of 11 blocks, there are 10"),
         (result(num_cached=(1,)), "result 1 has 4 tokens of sequence 1 computed, 4 are known"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from tokenmill_scheduler.core.records import Plan, StepTimes
-from tokenmill_scheduler.pacing import FIRST_MARGIN_S, MIN_MARGIN_S, Pacer, StepShape, StepTimeModel
+from tokenmill_scheduler.pacing import FIRST_MARGIN_S, MIN_MARGIN_S, Pacer, Repeats, StepShape, StepTimeModel
 
 DECODE = StepShape(tokens=8, has_prefill=False)
 PREFILL = StepShape(tokens=512, has_prefill=True)
@@ -198,3 +198,50 @@ def test_the_shape_of_a_plan() -> None:
     mixed = Plan(1, 2, (), (), (1, 2), (1, 64))
     assert StepShape.of(decode) == StepShape(3, has_prefill=False)
     assert StepShape.of(mixed) == StepShape(65, has_prefill=True)
+
+
+# ---- plans of several steps ----------------------------------------------------------------------------------------------------
+
+
+def repeating(max_steps: int = 8, patience_s: float = 0.05) -> Pacer:
+    """One that has seen a decode take 10 ms."""
+    pacer = Pacer(2, 0.0, Repeats(max_steps, patience_s))
+    assert pacer.most_steps() == 1, "nobody knows yet how long a step is"
+    pacer.sent(DECODE, 0.0)
+    pacer.answered(StepTimes(forward_us=10_000), 0.0102)
+    return pacer
+
+
+@pytest.mark.parametrize(("max_steps", "patience_s", "most"), [(8, 0.05, 5), (3, 0.05, 3), (8, 0.0, 1), (8, 0.009, 1), (1, 9.0, 1)])
+def test_steps_go_on_for_as_long_as_a_token_may_wait(max_steps: int, patience_s: float, most: int) -> None:
+    assert repeating(max_steps, patience_s).most_steps() == most
+
+
+def test_a_plan_of_several_steps_is_expected_to_take_as_many_times_as_long() -> None:
+    pacer = repeating()
+    pacer.sent(replace(DECODE, steps=5), 0.02)
+    due_s = pacer.due_s(0.02)
+    assert due_s is not None
+    assert 0.02 + 4 * 0.01 < due_s < 0.02 + 5 * 0.01
+    # Cut short after two of them: steps are still of 10 ms.
+    pacer.answered(StepTimes(forward_us=20_000), 0.0402, 2)
+    assert (pacer.steps, pacer.plans, pacer.most_steps()) == (3, 2, 5)
+
+
+def test_what_happens_in_the_middle_of_many_steps_is_planned_at_once_and_only_then() -> None:
+    pacer = repeating()
+    pacer.sent(replace(DECODE, steps=5), 0.02)
+    pacer.hurry()
+    assert pacer.due_s(0.021) == 0.021
+    pacer.declined()
+    assert (pacer.due_s(0.022) or 0.0) > 0.05
+    pacer.hurry()
+    pacer.sent(DECODE, 0.023)
+    pacer.answered(StepTimes(forward_us=10_000), 0.031, 1)
+    pacer.hurry()
+    # The plan that is out is one step: the next leaves late in it, as ever.
+    assert (pacer.due_s(0.0311) or 0.0) > 0.035
+
+
+def test_the_shape_of_a_plan_has_the_tokens_of_each_of_its_steps() -> None:
+    assert StepShape.of(Plan(1, 1, (), (), (1, 2, 3), (4, 4, 4), 4)) == StepShape(3, has_prefill=False, steps=4)

@@ -406,7 +406,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
-    """What to do in one step, carried out in this order: release, admit, advance."""
+    """What to do in one step, or a few alike, carried out in this order: release, admit, advance."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -416,9 +416,14 @@ class Plan(_message.Message):
     ADMIT_FIELD_NUMBER: _builtins.int
     ADVANCE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     ADVANCE_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     plan_id: _builtins.int
     """1 for the first of an epoch, then one more each."""
+    max_steps: _builtins.int
+    """Feature "multi_step". Most steps this plan may take; 0 counts as 1. Each further one advances, by a token, the sequences that have
+    sampled in the one before and have tokens left of their most. None is begun once another plan has come.
+    """
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences whose blocks to drop. Unknown ones are ignored."""
@@ -442,10 +447,11 @@ class Plan(_message.Message):
         admit: _abc.Iterable[Global___Admission] | None = ...,
         advance_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         advance_max_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        max_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "advance_max_tokens", b"advance_max_tokens", "advance_sequence_ids", b"advance_sequence_ids", "epoch", b"epoch", "plan_id", b"plan_id", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "advance_max_tokens", b"advance_max_tokens", "advance_sequence_ids", b"advance_sequence_ids", "epoch", b"epoch", "max_steps", b"max_steps", "plan_id", b"plan_id", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,17 +619,20 @@ class Result(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     STORED_PARENTS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     plan_id: _builtins.int
+    num_steps: _builtins.int
+    """Steps it took; 0 counts as 1. `times` are those of all of them together."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def num_computed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens computed in this step, `num_cached` not among them; 0 for one that was finished, unknown or at fault."""
+        """Tokens computed by this plan, `num_cached` not among them; 0 for one that was finished, unknown or at fault from the start."""
 
     @_builtins.property
     def num_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens sampled in this step: 0, 1 or several."""
+        """Tokens sampled: 0, 1 or several."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -675,10 +684,11 @@ class Result(_message.Message):
         dropped: _abc.Iterable[_builtins.int] | None = ...,
         stored: _abc.Iterable[_builtins.int] | None = ...,
         stored_parents: _abc.Iterable[_builtins.int] | None = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped", b"dropped", "epoch", b"epoch", "faults", b"faults", "finishes", b"finishes", "logprobs", b"logprobs", "num_cached", b"num_cached", "num_computed", b"num_computed", "num_sampled", b"num_sampled", "plan_id", b"plan_id", "sequence_ids", b"sequence_ids", "stored", b"stored", "stored_parents", b"stored_parents", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dropped", b"dropped", "epoch", b"epoch", "faults", b"faults", "finishes", b"finishes", "logprobs", b"logprobs", "num_cached", b"num_cached", "num_computed", b"num_computed", "num_sampled", b"num_sampled", "num_steps", b"num_steps", "plan_id", b"plan_id", "sequence_ids", b"sequence_ids", "stored", b"stored", "stored_parents", b"stored_parents", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
