@@ -6,6 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from typing import TypeVar
+
+E = TypeVar("E", bound=StrEnum)
+
+
+def named(kind: type[E], word: str) -> E:
+    """The member of this name, in upper or lower case. Raises ValueError, which names them all."""
+    try:
+        return kind(word.strip().lower().replace("-", "_"))
+    except ValueError:
+        raise ValueError(f"{word!r} is none of {', '.join(kind)}") from None
 
 
 class RequestState(StrEnum):
@@ -182,12 +193,26 @@ class RequestInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceSnapshot:
+    """One of several choices, numbered as streams do: with `best_of` above `n`, the best is 0. `info.request_id` names it alone."""
+
+    choice: int
+    info: RequestInfo
+    output_token_ids: tuple[int, ...]
+    output_text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """A request with its output so far, if that was asked for."""
+    """A request with its output so far, if that was asked for; of several choices, that of the first of `choices`.
+
+    `choices` are those that are given out: with `best_of` above `n` none before all have ended, then the best.
+    """
 
     info: RequestInfo
     output_token_ids: tuple[int, ...]
     output_text: str
+    choices: tuple[ChoiceSnapshot, ...] = ()
 
 
 # ---- for operators -------------------------------------------------------------------------------------------------------------
@@ -195,14 +220,14 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RequestFilter:
-    """All conditions hold together; an empty or None one holds always."""
+    """All conditions hold together; an empty or None one holds always. States and lanes can be given as words, too: "waiting"."""
 
-    states: tuple[RequestState, ...] = ()
+    states: tuple[RequestState | str, ...] = ()
     tenant: str = ""
     min_priority: int | None = None
     max_priority: int | None = None
     model: str = ""
-    lanes: tuple[Lane, ...] = ()
+    lanes: tuple[Lane | str, ...] = ()
     # Accepted at least so many seconds ago.
     min_age: float | None = None
 

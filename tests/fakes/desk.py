@@ -200,7 +200,10 @@ class FakeDesk:
         return self.standing(self._stored(self._entry(request_id)))
 
     async def output(self, request_id: str) -> StoredOutput:
-        return StoredOutput(0, tuple(self._entry(request_id).tokens))
+        entry = self._entry(request_id)
+        top = entry.request.sampling.logprobs
+        logprobs = () if top is None else tuple(oracle_logprobs(index, top) for index in range(len(entry.tokens)))
+        return StoredOutput(0, tuple(entry.tokens), logprobs)
 
     async def transitions(self, request_id: str) -> tuple[StoredTransition, ...]:
         return tuple(self._entry(request_id).transitions)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.table import Table
 from tokenmill_client import Client, RequestFilter, RequestInfo
-from tokenmill_client.records import CancelOutcome, RequestLife
+from tokenmill_client.records import CancelOutcome, RequestLife, RequestSnapshot
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.commands.actions import action_table
@@ -55,14 +55,17 @@ def list_(app: App, sort: str, limit: int, watching: bool, interval: float, **co
 @server_options
 @pass_app
 def get(app: App, request_id: str, with_text: bool) -> None:
-    """One request with its whole life, and why it waits."""
+    """One request with its whole life, and why it waits.
+
+    Of several choices, those that are given out: of --best-of the best, once all have ended.
+    """
     with app.client() as client:
         life = client.admin.get_request(request_id)
         actions = list(client.admin.list_actions(request_id))
-        text = client.get_request(request_id, include_output=True).output_text if with_text else None
+        snapshot = client.get_request(request_id, include_output=with_text)
     if app.json:
-        extra = {} if text is None else {"output_text": text}
-        print_json({"info": life.info, "transitions": life.transitions, "actions": actions, **extra})
+        extra = {"output_text": snapshot.output_text} if with_text else {}
+        print_json({"info": life.info, "transitions": life.transitions, "actions": actions, "choices": snapshot.choices, **extra})
         return
     screen = console()
     show(screen, facts(_facts(life.info)))
@@ -71,8 +74,14 @@ def get(app: App, request_id: str, with_text: bool) -> None:
     if actions:
         click.echo()
         show(screen, action_table(actions))
-    if text is not None:
-        click.echo(f"\n{text}")
+    if snapshot.choices:
+        click.echo()
+        show(screen, _choices(snapshot))
+    if with_text:
+        for choice in snapshot.choices:
+            click.echo(f"\n[{choice.choice}] {choice.output_text}")
+        if not snapshot.choices:
+            click.echo(f"\n{snapshot.output_text}")
 
 
 def _facts(info: RequestInfo) -> list[tuple[str, object]]:
@@ -97,6 +106,14 @@ def _facts(info: RequestInfo) -> list[tuple[str, object]]:
         ("finished", local_time(info.finished_at)),
         ("deadline", local_time(info.deadline)),
     ]
+
+
+def _choices(snapshot: RequestSnapshot) -> Table:
+    rows = [
+        (part.choice, part.info.request_id, part.info.state, part.info.finish_reason or "–", part.info.usage.output_tokens)
+        for part in snapshot.choices
+    ]
+    return table(("CHOICE", "REQUEST", "STATE", "FINISH REASON", "TOKENS"), rows, right=("CHOICE", "TOKENS"))
 
 
 def _transitions(life: RequestLife) -> Table:

@@ -126,7 +126,12 @@ def request_info(info: types_pb2.RequestInfo) -> records.RequestInfo:
 
 
 def request_snapshot(response: inference_pb2.GetRequestResponse) -> records.RequestSnapshot:
-    return records.RequestSnapshot(request_info(response.request), tuple(response.output_token_ids), response.output_text)
+    choices = [
+        records.ChoiceSnapshot(part.choice, request_info(part.request), tuple(part.output_token_ids), part.output_text)
+        for part in response.choices
+    ]
+    info, token_ids = request_info(response.request), tuple(response.output_token_ids)
+    return records.RequestSnapshot(info, token_ids, response.output_text, tuple(choices))
 
 
 def request_life(response: admin_pb2.GetRequestResponse) -> records.RequestLife:

@@ -12,7 +12,7 @@ from tokenmill.inference.v1 import inference_pb2, types_pb2
 
 from tokenmill_client.errors import ErrorDetails, InvalidRequest
 from tokenmill_client.options import GenerateOptions, OutputForm, PromptForms, SubmitOptions
-from tokenmill_client.records import Lane, LaneShares, RequestFilter
+from tokenmill_client.records import Lane, LaneShares, RequestFilter, RequestState, named
 
 _SCALARS = frozenset(
     {
@@ -123,8 +123,12 @@ def _request_spec(text: str | None, options: SubmitOptions) -> inference_pb2.Req
     return spec
 
 
-def _lane(lane: Lane) -> types_pb2.Lane.ValueType:
-    return types_pb2.Lane.Value(f"LANE_{lane.name}")
+def _lane(lane: Lane | str) -> types_pb2.Lane.ValueType:
+    return types_pb2.Lane.Value(f"LANE_{named(Lane, lane).name}")
+
+
+def _state(state: RequestState | str) -> types_pb2.RequestState.ValueType:
+    return types_pb2.RequestState.Value(f"REQUEST_STATE_{named(RequestState, state).name}")
 
 
 def _sampling(options: SubmitOptions) -> types_pb2.SamplingParams:
@@ -254,13 +258,15 @@ def _request_filter(condition: RequestFilter | None) -> admin_pb2.RequestFilter 
     if condition is None:
         return None
     message = admin_pb2.RequestFilter(
-        states=[types_pb2.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in condition.states],
         tenant=condition.tenant,
         min_priority=condition.min_priority,
         max_priority=condition.max_priority,
         model=condition.model,
-        lanes=[_lane(lane) for lane in condition.lanes],
     )
+    with _Field("states"):
+        message.states.extend([_state(state) for state in condition.states])
+    with _Field("lanes"):
+        message.lanes.extend([_lane(lane) for lane in condition.lanes])
     if condition.min_age is not None:
         message.min_age.FromNanoseconds(round(condition.min_age * 1e9))
     return message

@@ -24,6 +24,7 @@ from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.auth import check_visible, claim
 from tokenmill_scheduler.servicers.choices import R, relay_best, relay_choices, relay_one
 from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
+from tokenmill_scheduler.servicers.snapshots import Snapshots
 from tokenmill_scheduler.text.stream import TextStream
 
 # Detokenising this many tokens takes about a millisecond; more goes to a thread.
@@ -35,6 +36,7 @@ class InferenceServicer(InferenceServiceServicer):
     def __init__(self, desk: Desk, intake: Intake) -> None:
         self._desk = desk
         self._intake = intake
+        self._snapshots = Snapshots(desk, self._text_of)
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -67,12 +69,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:
         status = await self._visible(request.request_id)
-        response = pb.GetRequestResponse(request=convert.request_info(status))
-        if request.include_output:
-            output = await self._desk.output(request.request_id)
-            response.output_token_ids.extend(output.token_ids)
-            response.output_text = await self._text_of(status, output.token_ids)
-        return response
+        return await self._snapshots.of(status, request.include_output)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         reason = read_reason(request.reason, "cancelled by the client")

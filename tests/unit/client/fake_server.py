@@ -153,9 +153,15 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
             return admin_pb2.GetRequestResponse(request=found.info, transitions=[first, second])
         count = found.info.usage.output_tokens if request.include_output else 0
         ids = [token(request.request_id, index) for index in range(count)]
-        return inference_pb2.GetRequestResponse(
+        response = inference_pb2.GetRequestResponse(
             request=found.info, output_token_ids=ids, output_text=whole_text(request.request_id, count)
         )
+        for choice in range(found.num_choices if found.num_choices > 1 else 0):
+            name = choice_name(request.request_id, choice)
+            made = found.spec.sampling.max_tokens if request.include_output else 0
+            part = response.choices.add(choice=choice, request=found.info, output_text=whole_text(name, made))
+            part.request.request_id = name
+        return response
 
     def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:  # noqa: N802
         self._begin("Cancel", context)

@@ -15,6 +15,7 @@ from tokenmill_client import (
     DeadlineExceeded,
     FinishReason,
     InvalidRequest,
+    Lane,
     NotFound,
     RequestFilter,
     RequestState,
@@ -138,6 +139,26 @@ async def test_get_request(client: AsyncClient) -> None:
     assert (info.state, info.state.ended, info.tenant, info.priority) == (RequestState.DONE, True, "t", 3)
     assert (info.submitted_at, info.first_token_at) == (STARTED_AT, None)
     assert (await client.get_request(stream.request_id)).output_text == ""
+
+
+async def test_get_request_of_several_choices(client: AsyncClient) -> None:
+    stream = client.generate("hello", max_tokens=4, n=2)
+    await stream.results()
+    snapshot = await client.get_request(stream.request_id, include_output=True)
+    names = [stream.request_id, f"{stream.request_id}/1"]
+    assert [(part.choice, part.info.request_id, part.output_text) for part in snapshot.choices] == [
+        (choice, name, whole_text(name, 4)) for choice, name in enumerate(names)
+    ]
+
+
+async def test_filters_take_words(server: FakeServer, client: AsyncClient) -> None:
+    await client.submit("a", request_id="a", lane=Lane.BATCH)
+    words = RequestFilter(states=("Decode",), lanes=("real-time", "BATCH"))
+    assert [info.request_id async for info in client.admin.list_requests(words)] == ["a"]
+    with pytest.raises(InvalidRequest, match=r"states: 'happy' is none of waiting, .*failed"):
+        _ = [info async for info in client.admin.list_requests(RequestFilter(states=("happy",)))]
+    with pytest.raises(InvalidRequest, match="lanes: 'fast' is none of real_time, standard, batch"):
+        await client.admin.cancel_requests(condition=RequestFilter(lanes=("fast",)))
 
 
 async def test_tokenize_and_list_models(client: AsyncClient) -> None:

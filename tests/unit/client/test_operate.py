@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import click
 import pytest
 from tokenmill.inference.v1 import types_pb2
 from tokenmill_cli.exits import ExitCode
-from tokenmill_client import Client, Lane
+from tokenmill_cli.filters import Words
+from tokenmill_client import Client, Lane, RequestState
 
 from tests.unit.client.conftest import Run, submit
 from tests.unit.client.fake_server import FakeServer
@@ -26,11 +28,41 @@ def test_lists_by_lane_age_and_order(server: FakeServer, run: Run) -> None:
     assert listed(run, "--sort", "oldest") == ["a", "b", "c"]
     assert listed(run, "--sort", "priority") == ["b", "c", "a"]
     assert listed(run, "--lane", "batch", "--lane", "standard") == ["c", "a"]
+    assert listed(run, "--lane", "BATCH,Real-Time") == ["b", "a"]
+    assert listed(run, "--state", "Waiting,DECODE", "--state", "done") == ["c", "b", "a"]
+    assert listed(run, "--state", "waiting,done") == []
     assert listed(run, "--priority-min", "2", "--priority-max", "4") == ["c"]
     assert (len(listed(run, "--min-age", "59m")), len(listed(run, "--min-age", "1h"))) == (3, 0)
     code, _, err = run("requests", "list", "--min-age", "soon")
     assert (code, "no age such as 90s" in err) == (ExitCode.USAGE, True)
     assert "real_time" in run("requests", "get", "b")[1]
+
+
+def test_words_that_are_no_state_and_no_lane_are_told_which_there_are(run: Run) -> None:
+    for option, words in (
+        ("--state=waiting,happy", "'happy' is none of waiting, prefill, decode, preempted, done, cancelled, expired, failed"),
+        ("--state=waiting,", "'' is none of waiting"),
+        ("--lane=fast", "'fast' is none of real_time, standard, batch"),
+    ):
+        code, out, err = run("requests", "list", option)
+        assert (code, out) == (ExitCode.USAGE, "")
+        assert words in " ".join(err.split())
+
+
+def test_words_are_completed_one_after_another() -> None:
+    words = Words(RequestState, "STATE")
+    context, option = click.Context(click.Command("list")), click.Option(["--state"])
+    assert [item.value for item in words.shell_complete(context, option, "waiting,PRE")] == ["waiting,prefill", "waiting,preempted"]
+
+
+def test_a_request_of_several_choices_is_shown_with_them_all(server: FakeServer, run: Run) -> None:
+    submit(server, "a", n=2)
+    out = run("requests", "get", "a", "--text")[1]
+    assert [line.split()[:3] for line in out.splitlines() if "a/1" in line] == [["1", "a/1", "decode"]]
+    assert "[0] " in out
+    assert "[1] " in out
+    document = json.loads(run("requests", "get", "a", "--json")[1])
+    assert [part["info"]["request_id"] for part in document["choices"]] == ["a", "a/1"]
 
 
 def test_list_watch_into_a_pipe_prints_changes(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

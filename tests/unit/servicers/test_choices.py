@@ -233,6 +233,42 @@ async def test_indexes_beyond_the_best_are_refused(served: Served) -> None:
     assert (await refusal(call.read())).code() is grpc.StatusCode.OUT_OF_RANGE
 
 
+async def snapshot(served: Served, request_id: str, include_output: bool = True) -> pb.GetRequestResponse:
+    return await served.inference.GetRequest(pb.GetRequestRequest(request_id=request_id, include_output=include_output))
+
+
+async def test_a_request_tells_all_its_choices(served: Served) -> None:
+    await served.inference.Submit(pb.SubmitRequest(request=choices(3).request))
+    for name, count in (("a", 3), ("a/1", 8), ("a/2", 1)):
+        served.desk.produce(name, count)
+    whole = await snapshot(served, "a")
+    assert [(part.choice, part.request.request_id, list(part.output_token_ids)) for part in whole.choices] == [
+        (choice, name, said(served.desk, name, count)) for choice, (name, count) in enumerate((("a", 3), ("a/1", 8), ("a/2", 1)))
+    ]
+    states = [types.REQUEST_STATE_DECODE, types.REQUEST_STATE_DONE, types.REQUEST_STATE_DECODE]
+    assert [part.request.state for part in whole.choices] == states
+    assert (whole.output_token_ids, whole.output_text) == (whole.choices[0].output_token_ids, whole.choices[0].output_text)
+    one = await snapshot(served, "a/1")
+    assert (list(one.output_token_ids), len(one.choices)) == (said(served.desk, "a/1", 8), 0)
+    assert not (await snapshot(served, "a", include_output=False)).choices[1].output_token_ids
+
+
+async def test_a_request_for_the_best_tells_them_once_all_have_ended(served: Served) -> None:
+    """As its stream does: the shortest has the highest mean log probability here."""
+    ending_after(served.desk, 8, 6, 2, 4)
+    await served.inference.Submit(pb.SubmitRequest(request=choices(2, best_of=4).request))
+    for name in ("a", "a/1", "a/2"):
+        served.desk.produce(name, 8)
+    before = await snapshot(served, "a")
+    assert (len(before.choices), len(before.output_token_ids), before.output_text) == (0, 0, "")
+    served.desk.produce("a/3", 8)
+    after = await snapshot(served, "a")
+    assert [(part.choice, part.request.request_id) for part in after.choices] == [(0, "a/2"), (1, "a/3")]
+    stream = tokens(await events(served.inference.Attach(pb.AttachRequest(request_id="a", output=both()))))
+    assert {part.choice: list(part.output_token_ids) for part in after.choices} == stream
+    assert list(after.output_token_ids) == stream[0]
+
+
 def test_ranking() -> None:
     """By mean, not by sum; done before others; ties by place; no tokens last."""
 

@@ -356,7 +356,7 @@ class GetRequestRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     INCLUDE_OUTPUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """That of a request stands for its first choice; the others are `request_id/choice`."""
+    """That of a request stands for its first choice, and tells all; the others are `request_id/choice`."""
     include_output: _builtins.bool
     """Adds the output so far."""
     def __init__(
@@ -374,27 +374,72 @@ class GetRequestRequest(_message.Message):
 Global___GetRequestRequest: _TypeAlias = GetRequestRequest  # noqa: Y015
 
 @_typing.final
-class GetRequestResponse(_message.Message):
+class ChoiceSnapshot(_message.Message):
+    """One of several choices, as the stream of the whole request numbers them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHOICE_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_TEXT_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """From 0; with `best_of` above `n`, the best is 0."""
     output_text: _builtins.str
     @_builtins.property
-    def request(self) -> _types_pb2.RequestInfo: ...
+    def request(self) -> _types_pb2.RequestInfo:
+        """Where it stands; its `request_id` names it alone, whatever its rank."""
+
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
+        choice: _builtins.int = ...,
         request: _types_pb2.RequestInfo | None = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         output_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_text", b"output_text", "output_token_ids", b"output_token_ids", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "output_text", b"output_text", "output_token_ids", b"output_token_ids", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoiceSnapshot: _TypeAlias = ChoiceSnapshot  # noqa: Y015
+
+@_typing.final
+class GetRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TEXT_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    output_text: _builtins.str
+    @_builtins.property
+    def request(self) -> _types_pb2.RequestInfo: ...
+    @_builtins.property
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of several choices, that of the first of `choices`."""
+
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceSnapshot]:
+        """All that a request of several choices gives out; with `best_of` above `n` none before all have ended, then the best. Empty where
+        there is one choice only, or one was named.
+        """
+
+    def __init__(
+        self,
+        *,
+        request: _types_pb2.RequestInfo | None = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        output_text: _builtins.str = ...,
+        choices: _abc.Iterable[Global___ChoiceSnapshot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "output_text", b"output_text", "output_token_ids", b"output_token_ids", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
