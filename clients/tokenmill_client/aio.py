@@ -91,13 +91,14 @@ class AsyncClient:
     ) -> AsyncStream:
         """A stream of a request's output from token `next_index` on, whoever submitted it.
 
-        Of all its choices, or of one alone when `request_id` is followed by `/` and its number, from 1.
+        Of all its choices, or of one alone when `request_id` is followed by `/` and its number, from 1. `timeout` is of the whole
+        stream; without one it waits for a scheduler as long as a stream in mid-sentence does, see `RetryPolicy`.
         """
 
         def connect(progress: Progress, remaining_s: float | None) -> StreamCall:
             return self._attach(progress, output, remaining_s)
 
-        return AsyncStream(self._transport, connect, Progress(request_id, next_index), timeout)
+        return AsyncStream(self._transport, connect, Progress(request_id, next_index, accepted=True), timeout)
 
     async def submit(self, prompt: str | None = None, **options: Unpack[SubmitOptions]) -> Submitted:
         """Returns once the request is durable; it runs detached. Take up its output with `attach`."""

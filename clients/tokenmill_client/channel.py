@@ -19,10 +19,11 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    # gRPC waits 1 s, then up to 2 minutes, before it connects again: too long for a scheduler that is back in one second.
+    # gRPC waits 1 s, then up to 2 minutes, before it connects again, and fails all calls meanwhile: too long for a scheduler that
+    # is back in one second. It comes on top of the client's own waits (retry.py), but is one a connection, whatever its streams.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 250),
 )
 
 

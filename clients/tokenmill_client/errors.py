@@ -69,6 +69,19 @@ class NoSecureConnection(Unavailable):
     """The server and this client do not agree on TLS, or do not trust each other's certificates."""
 
 
+class StreamLost(Unavailable):
+    """Nobody answered for so long that a stream was given up; its request goes on if it is detached.
+
+    `client.attach(error.request_id, error.next_index)` takes it up later. `next_index` is that of the first token that has not
+    come; of several choices the lowest.
+    """
+
+    def __init__(self, message: str, request_id: str, next_index: int, *, code: str = "") -> None:
+        super().__init__(message, code=code)
+        self.request_id = request_id
+        self.next_index = next_index
+
+
 class Unauthenticated(TokenmillError):
     """The server wants a token, or does not know the one given."""
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Bounded exponential backoff with jitter; all in seconds.
+    """Bounded exponential backoff with jitter; all in seconds, but for `growth`, the factor from one wait to the next.
 
-    `call_limit_s` bounds a call, and a stream whose request is not yet known to be accepted; `attach_limit_s` bounds a stream whose
-    request is: it is durable, so waiting for a scheduler to come back is worth more. Both are counted from the first failure since
-    the last progress, and progress is bounded, so every call ends.
+    `growth` keeps a wait in proportion to the outage: a scheduler that is back after a second is found within a third of one more.
+    `call_limit_s` bounds a call, and the stream of a new request that is not yet known to be accepted. `attach_limit_s` bounds a
+    stream whose request is: it is durable, so waiting for a machine to boot and a scheduler to come back is worth more. It does not
+    count where the stream was given a timeout of its own. Both are counted from the first failure since the last progress, and
+    progress is bounded, so every call ends.
     """
 
     first_delay_s: float = 0.05
     longest_delay_s: float = 1.0
+    growth: float = 1.3
     call_limit_s: float = 5.0
-    attach_limit_s: float = 60.0
+    attach_limit_s: float = 300.0
 
 
 class Backoff:
@@ -26,25 +28,24 @@ class Backoff:
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
-        self._failures = 0
         self._first_failure_s = 0.0
+        self.reset()
 
     def reset(self) -> None:
-        self._failures = 0
+        # None until the first failure.
+        self._delay_s: float | None = None
 
     def next_delay_s(self, now_s: float, limit_s: float, jitter: float, at_least_s: float = 0.0) -> float | None:
         """Seconds to wait after a failure at `now_s`; None when `limit_s` is over. `jitter` in [0, 1) spreads clients apart.
 
         `at_least_s` is what the server asked for, heeded up to the policy's longest delay.
         """
-        if self._failures == 0:
-            self._first_failure_s = now_s
+        policy = self._policy
+        if self._delay_s is None:
+            self._first_failure_s, self._delay_s = now_s, policy.first_delay_s
         remaining_s = self._first_failure_s + limit_s - now_s
         if remaining_s <= 0:
             return None
-        policy = self._policy
-        # 2**60 s is longer than any limit; the bound keeps the power from overflowing.
-        delay_s = min(policy.longest_delay_s, math.ldexp(policy.first_delay_s, min(self._failures, 60)))
-        delay_s = max(delay_s * (0.5 + jitter / 2), min(at_least_s, policy.longest_delay_s))
-        self._failures += 1
+        delay_s = max(self._delay_s * (0.5 + jitter / 2), min(at_least_s, policy.longest_delay_s))
+        self._delay_s = min(policy.longest_delay_s, self._delay_s * policy.growth)
         return min(delay_s, remaining_s)

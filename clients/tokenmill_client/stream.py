@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
@@ -11,7 +13,7 @@ from typing import Any, Protocol, Self
 
 import grpc
 
-from tokenmill_client.errors import DeadlineExceeded, TokenmillError, Unavailable, from_finished
+from tokenmill_client.errors import DeadlineExceeded, NoSecureConnection, StreamLost, TokenmillError, Unavailable, from_finished
 from tokenmill_client.progress import Progress, total_usage
 from tokenmill_client.records import Delta, Output, StreamEvent, Usage
 from tokenmill_client.retry import Backoff
@@ -26,6 +28,8 @@ class StreamCall(Protocol):
 
     def cancel(self) -> bool: ...
 
+
+_log = logging.getLogger("tokenmill_client")
 
 # A server that does not end a stream behind its last event is not waited for.
 _LAST_READ_LIMIT_S = 1.0
@@ -44,7 +48,8 @@ class AsyncStream(AsyncIterator[Delta]):
     BrokenStream is raised. A request that ends other than DONE raises RequestFailed, RequestCancelled or RequestExpired with the
     output so far. Leave early with `aclose()` or `async with`: the server then cancels a request that is not detached.
     A cancelled read (`asyncio.timeout` around it, too) closes the stream. To a scheduler that lives on, a lost connection is the
-    same as leaving: what must outlive one is asked for with `detached=True`.
+    same as leaving: what must outlive one is asked for with `detached=True`. While nobody answers it goes on trying, until its
+    timeout, or without one for `RetryPolicy.attach_limit_s`, five minutes; StreamLost then says where to attach later.
     """
 
     def __init__(self, transport: Transport, connect: Connect, progress: Progress, timeout: float | None) -> None:
@@ -55,6 +60,8 @@ class AsyncStream(AsyncIterator[Delta]):
         self._backoff = Backoff(transport.retry)
         self._call: StreamCall | None = None
         self._address = transport.current
+        # When the connection was lost that is not yet made good.
+        self._lost_s: float | None = None
         self._closed = False
 
     @property
@@ -132,11 +139,14 @@ class AsyncStream(AsyncIterator[Delta]):
         """The next event of this connection, or of a new one when it is lost."""
         while True:
             try:
-                return await self._read()
+                event = await self._read()
             except grpc.aio.AioRpcError as error:
                 failure = self._transport.typed(error)
             except Unavailable as error:
                 failure = error
+            else:
+                self._made_good()
+                return event
             await self._await_next_try(failure)
 
     async def _read(self) -> StreamEvent:
@@ -149,11 +159,38 @@ class AsyncStream(AsyncIterator[Delta]):
             raise Unavailable(f"The stream of request {self.request_id} ended before the request did.")
         return event
 
+    def _made_good(self) -> None:
+        if self._lost_s is not None:
+            after_s, self._lost_s = time.monotonic() - self._lost_s, None
+            _log.info(
+                "stream of request %s taken up again at token %d after %.2f s", self.request_id, self._progress.next_index, after_s
+            )
+
     async def _await_next_try(self, failure: TokenmillError) -> None:
         self._call = None
+        if self._lost_s is None:
+            self._lost_s = time.monotonic()
+            _log.info("stream of request %s lost at token %d: %s", self.request_id, self._progress.next_index, failure)
+        try:
+            await self._transport.pause(self._backoff, failure, self._limit_s(failure), self._address)
+        except Unavailable as given_up:
+            raise self._final(given_up) from given_up
+
+    def _limit_s(self, failure: TokenmillError) -> float:
+        """For how long to go on trying."""
         retry = self._transport.retry
-        limit_s = retry.attach_limit_s if self._progress.accepted else retry.call_limit_s
-        await self._transport.pause(self._backoff, failure, limit_s, self._address)
+        # No machine that boots cures a certificate.
+        if not self._progress.accepted or isinstance(failure, NoSecureConnection):
+            return retry.call_limit_s
+        return retry.attach_limit_s if self._deadline_s is None else math.inf
+
+    def _final(self, failure: Unavailable) -> Unavailable:
+        """What a stream ends with that is given up."""
+        if not self._progress.accepted or isinstance(failure, NoSecureConnection):
+            return failure
+        next_index = min(self._progress.next_indexes)
+        message = f"{failure} The stream of request {self.request_id} is given up at token {next_index}: attach there again later."
+        return StreamLost(message, self.request_id, next_index, code=failure.code)
 
     def _remaining_s(self) -> float | None:
         if self._deadline_s is None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
+import structlog
 from tokenmill_service.event_loop import new_runner
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.logs import configure_logs
@@ -16,12 +17,15 @@ from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.server import serve
 from tokenmill_scheduler.settings import Settings, settings_from_process
 
+log = structlog.get_logger(__name__)
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the service; returns the exit code: 0 after a signal, 2 for an operator's mistake, 1 for a fault of its own."""
     try:
         settings = settings_from_process(argv)
         configure_logs(settings.log_format, settings.log_level)
+        log.info("starting")
         with _open(settings) as ledger, new_runner() as runner:
             return runner.run(serve(settings, ledger))
     except SettingsError as error:

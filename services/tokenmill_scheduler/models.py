@@ -13,7 +13,7 @@ from tokenmill_scheduler.text.model import TextModel
 from tokenmill_scheduler.wire import ExecutorFacts
 
 # Executors connect within moments of a start.
-RETRY_DELAY_S = 0.25
+RETRY_DELAY_S = 0.1
 
 
 class Models:

@@ -14,8 +14,6 @@ from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import JSON, ColumnElement, Connection, Text, bindparam, cast, column, func
-from sqlalchemy.dialects import sqlite
-from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.types import TypeEngine
 
@@ -45,6 +43,8 @@ class Bulk:
 
 
 def _by_row(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:
+    from sqlalchemy.dialects import sqlite
+
     # Other names than the columns', which are reserved in an UPDATE.
     binds = {name: bindparam(f"v_{name}", type_=type_) for name, type_ in types.items()}
     compiled = build(binds).compile(dialect=sqlite.dialect())
@@ -56,6 +56,8 @@ def _by_row(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]],
 
 
 def _by_json(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:
+    from sqlalchemy.dialects.postgresql import psycopg
+
     function = func.json_to_recordset(cast(bindparam("rows", type_=Text), JSON))
     source = function.table_valued(*(column(name, type_) for name, type_ in types.items()), name="v")
     v = source.render_derived(with_types=True)

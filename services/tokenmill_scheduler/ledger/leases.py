@@ -9,17 +9,15 @@ commits.py.) Works in the transaction of the connection it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
 
 from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, delete, insert, literal_column, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from tokenmill_scheduler.core.records import MAX_EPOCH
 from tokenmill_scheduler.ledger import queries
 from tokenmill_scheduler.ledger.port import EpochsUsedUp, Estate, ExecutorTaken, Lease, LeaseLost, LeaseStatus
 from tokenmill_scheduler.ledger.tables import commands, commits, executors, leases, requests
 
-_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _NOW_S: dict[str, ColumnElement[float]] = {
     "sqlite": literal_column("(julianday('now') - 2440587.5) * 86400.0", Float),
     "postgresql": literal_column("extract(epoch FROM clock_timestamp())::float8", Float),
@@ -106,7 +104,8 @@ def _next_epoch(connection: Connection, executor: str, at_least: int) -> int:
     """Holds the executor's row until the transaction ends."""
     following = executors.c.epoch + 1
     values = {"executor": executor, "epoch": max(1, at_least), "address": "", "inherited": 0}
-    statement = _INSERT[connection.dialect.name](executors).values(values)
+    # ON CONFLICT is in each dialect's own insert; the other one's module is not needed.
+    statement = import_module(f"sqlalchemy.dialects.{connection.dialect.name}").insert(executors).values(values)
     epoch = connection.scalar(
         statement.on_conflict_do_update(
             index_elements=["executor"],

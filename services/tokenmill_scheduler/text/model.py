@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from tokenmill_scheduler.core.request import Request
-from tokenmill_scheduler.text.chat import ChatTemplate
 from tokenmill_scheduler.text.pieces import TokenPieces
 from tokenmill_scheduler.text.stream import TextStep, TextStream
+
+if TYPE_CHECKING:
+    from tokenmill_scheduler.text.chat import ChatTemplate
 
 __all__ = ["TextModel", "TextStep", "TextStream"]
 
@@ -72,7 +74,9 @@ class TextModel:
 
     @cached_property
     def _chat_template(self) -> ChatTemplate | None:
-        """Compiled when first used: a broken template leaves text prompts working."""
+        """Compiled when first used: a broken template leaves text prompts working, and a restart does not wait for jinja2."""
+        from tokenmill_scheduler.text.chat import ChatTemplate
+
         source = _template_source(self._config)
         return None if source is None else ChatTemplate(source, _special_tokens(self._config))
 

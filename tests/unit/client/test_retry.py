@@ -3,25 +3,32 @@ from __future__ import annotations
 import pytest
 from tokenmill_client.retry import Backoff, RetryPolicy
 
-POLICY = RetryPolicy(first_delay_s=0.1, longest_delay_s=1.0)
+POLICY = RetryPolicy(first_delay_s=0.1, longest_delay_s=1.0, growth=2.0)
 
 
-def delays(backoff: Backoff, jitter: float, limit_s: float = 100.0) -> list[float]:
+def delays(backoff: Backoff, jitter: float, limit_s: float = 100.0, most: int = 6) -> list[float]:
     """Waits of failures that follow each other at once."""
     now_s, waits = 50.0, list[float]()
-    while (delay_s := backoff.next_delay_s(now_s, limit_s, jitter)) is not None and len(waits) < 6:
+    while (delay_s := backoff.next_delay_s(now_s, limit_s, jitter)) is not None and len(waits) < most:
         waits.append(delay_s)
         now_s += delay_s
     return waits
 
 
-def test_doubles_up_to_the_longest() -> None:
+def test_grows_up_to_the_longest() -> None:
     # jitter 1 is the upper end of its range
     assert delays(Backoff(POLICY), jitter=1.0) == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
 
 
 def test_jitter_takes_up_to_half() -> None:
     assert delays(Backoff(POLICY), jitter=0.0) == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.5, 0.5])
+
+
+def test_by_default_a_wait_is_at_most_a_third_of_the_outage_so_far() -> None:
+    waits = delays(Backoff(RetryPolicy()), jitter=1.0, most=20)
+    for number in range(5, 20):
+        assert waits[number] <= sum(waits[:number]) / 3 + RetryPolicy().first_delay_s
+    assert waits[-1] == RetryPolicy().longest_delay_s
 
 
 def test_ends_at_the_limit() -> None:

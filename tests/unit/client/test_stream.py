@@ -11,11 +11,14 @@ from tokenmill_client import (
     DeadlineExceeded,
     FinishReason,
     InvalidRequest,
+    NoSecureConnection,
     NotFound,
     Output,
     QueueFull,
     RequestCancelled,
     RetryPolicy,
+    StreamLost,
+    Tls,
     Unavailable,
     Usage,
 )
@@ -78,9 +81,48 @@ async def test_gives_up_when_the_limit_is_over(server: FakeServer) -> None:
         stream = client.generate("hello", max_tokens=6)
         await anext(stream)
         await asyncio.to_thread(server.stop)
-        with pytest.raises(Unavailable, match="Nothing answers at"):
+        with pytest.raises(StreamLost, match="Nothing answers at") as caught:
             await stream.result()
-        assert stream.output.usage.output_tokens >= 1
+        had = stream.output.usage.output_tokens
+        assert had >= 1
+        assert (caught.value.request_id, caught.value.next_index) == (stream.request_id, had)
+        server.hold_at = None
+        server.start()
+        rest = await client.attach(caught.value.request_id, caught.value.next_index).result()
+        assert rest.token_ids == tuple(token(stream.request_id, index) for index in range(had, 6))
+
+
+async def test_its_own_timeout_is_all_the_patience_a_stream_has(server: FakeServer) -> None:
+    submitted_to = AsyncClient(server.address)
+    submitted = await submitted_to.submit("hello", max_tokens=6)
+    await submitted_to.close()
+    await asyncio.to_thread(server.stop)
+    # It neither gives up before nor goes on after.
+    retry = RetryPolicy(first_delay_s=0.01, longest_delay_s=0.02, attach_limit_s=0.0)
+    async with AsyncClient(server.address, retry=retry) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.attach(submitted.request_id, timeout=0.2).result()
+
+
+async def test_to_attach_waits_for_a_scheduler_that_is_not_there_yet(server: FakeServer) -> None:
+    retry = RetryPolicy(first_delay_s=0.01, longest_delay_s=0.02, call_limit_s=0.0)
+    async with AsyncClient(server.address, retry=retry) as client:
+        submitted = await client.submit("hello", max_tokens=4)
+        await asyncio.to_thread(server.stop)
+        attached = client.attach(submitted.request_id)
+        reading = asyncio.create_task(attached.result())
+        done, _ = await asyncio.wait([reading], timeout=0.2)
+        assert not done
+        server.start()
+        assert_whole(await reading, 4)
+
+
+async def test_what_no_waiting_cures_is_told_soon(server: FakeServer) -> None:
+    """A client that wants TLS where there is none."""
+    retry = RetryPolicy(first_delay_s=0.01, longest_delay_s=0.02, call_limit_s=0.1)
+    async with AsyncClient(server.address, retry=retry, tls=Tls()) as client:
+        with pytest.raises(NoSecureConnection):
+            await client.attach("some").result()
 
 
 async def test_connections_that_bring_no_token_are_bounded(server: FakeServer) -> None:

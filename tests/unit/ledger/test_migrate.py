@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 from tokenmill_scheduler.ledger import migrate
 from tokenmill_scheduler.ledger.engine import UnsupportedDatabase, connect
@@ -41,6 +44,12 @@ def test_migrations_make_what_the_tables_say(url: str) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
     engines.dispose()
+
+
+def test_a_start_with_nothing_to_migrate_does_without_alembic() -> None:
+    assert migrate.head() == ScriptDirectory(str(migrate.migrations_folder())).get_current_head()
+    code = "import sys, tokenmill_scheduler.__main__; print([name for name in ('alembic', 'jinja2') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 def test_down_and_up_again(empty_url: str) -> None:
