@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from bisect import bisect
@@ -122,11 +123,31 @@ async def _settle(working: asyncio.Task[None], url: str) -> None:
                 await asyncio.sleep(_LOOK_S)
 
 
-def next_token_waits_s(fault: Befell, book: Book) -> list[float]:
-    """For each stream that was open when the fault was healed: how long its next token took from then."""
-    healed_s = fault.healed_s
-    streams = [sent.came_s[bisect(sent.came_s, healed_s) :] for sent in book.requests if sent.sent_s < healed_s]
-    return [later[0] - healed_s for later in streams if later]
+@dataclass
+class Waits:
+    """How long streams in mid-sentence waited for their next token, and how many of them another fault befell meanwhile."""
+
+    seconds: list[float] = field(default_factory=list)
+    cut_short: int = 0
+
+    def __iadd__(self, other: Waits) -> Waits:
+        self.seconds += other.seconds
+        self.cut_short += other.cut_short
+        return self
+
+
+def next_token_waits(fault: Befell, befell: Sequence[Befell], book: Book) -> Waits:
+    """Of each stream that had begun when the fault was healed, from then on: a request in the queue waits for others' ends."""
+    waits, healed_s = Waits(), fault.healed_s
+    quiet_until_s = min((other.from_s for other in befell if other.from_s > healed_s), default=math.inf)
+    for sent in book.requests:
+        had = bisect(sent.came_s, healed_s)
+        if 0 < had < len(sent.came_s):
+            if sent.came_s[had] < quiet_until_s:
+                waits.seconds.append(sent.came_s[had] - healed_s)
+            else:
+                waits.cut_short += 1
+    return waits
 
 
 def left_quiet(fault: Befell, befell: Sequence[Befell]) -> bool:

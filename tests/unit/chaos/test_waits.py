@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.chaos.faults import Action, Fault, Target
-from benchmarks.chaos.run import left_quiet, next_token_waits_s
+from benchmarks.chaos.run import Waits, left_quiet, next_token_waits
 from benchmarks.chaos.sent import Ask, Book, Sent
 from benchmarks.chaos.system import Befell
 
@@ -18,13 +16,18 @@ def test_the_wait_of_each_stream_that_was_open_when_the_fault_was_healed() -> No
     book = Book(clock=float)
     book.requests = [
         stream(0.0, 1.0, 2.5, 2.6),
-        stream(1.9, 4.0),
-        # Over by then, not yet begun, and never served again.
+        stream(0.5, 1.9, 4.0),
+        # Over by then, in the queue, not yet sent, and never served again.
         stream(0.0, 0.5, 1.5),
+        stream(1.9, 4.0),
         stream(2.1, 2.2),
         stream(1.0),
     ]
-    assert next_token_waits_s(Befell(FAULT, 1.0, 2.0), book) == pytest.approx([0.5, 2.0])
+    fault = Befell(FAULT, 1.0, 2.0)
+    waits = next_token_waits(fault, [Befell(FAULT, 0.0, 0.5), fault], book)
+    assert waits == Waits([0.5, 2.0], cut_short=0)
+    waits = next_token_waits(fault, [fault, Befell(FAULT, 3.0, 9.0)], book)
+    assert waits == Waits([0.5], cut_short=1)
 
 
 def test_a_fault_left_quiet_when_no_other_was_under_way() -> None:
