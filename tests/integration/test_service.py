@@ -184,6 +184,22 @@ async def test_c57_a_prompt_of_300_000_ids_and_a_plan_with_512_new_requests(proc
             assert [stream.tokens for stream in streams] == [foretold(short, 2) for short in many]
 
 
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [((), grpc.StatusCode.INVALID_ARGUMENT), (("--max-message-bytes", "4MiB"), grpc.StatusCode.RESOURCE_EXHAUSTED)],
+    ids=["default", "4MiB"],
+)
+async def test_c57_messages_are_taken_up_to_the_configured_limit(
+    executor: ServiceProcess, flags: tuple[str, ...], code: grpc.StatusCode
+) -> None:
+    """What gets through the door is refused for its text."""
+    async with scheduler(executor, flags=flags) as server, Caller(server.address) as caller:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await caller.inference.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text="a" * 5_000_000)))
+        assert refused.value.code() is code
+        assert (await caller.run(spec([60], 3))).tokens == foretold([60], 3)
+
+
 async def test_c58_c60_a_stop_string_cuts_text_and_tokens(executor: ServiceProcess) -> None:
     prompt = [100, 101]
     text = "".join(map(chr, foretold(prompt, 200)))

@@ -137,6 +137,7 @@ async def test_c29_a_prompt_larger_than_the_pool_is_refused_with_the_reason(serv
 
 
 async def test_c30_a_prompt_must_leave_room_for_one_token(served: Served) -> None:
+    served.desk.served["tiny"] = served_model(pool_tokens=8192)
     assert (await accepted(served, spec([5] * 4095, SamplingParams()))).prompt_tokens == 4095
     served.desk.entries.clear()
     found = await refused(served, spec([5] * 4096, SamplingParams()))
