@@ -19,7 +19,7 @@ import structlog
 from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_executor.engine_thread import Answer, EngineThread
-from tokenmill_executor.records import Plan, Standing
+from tokenmill_executor.records import Plan, SequenceFault, Standing
 from tokenmill_executor.runner import DeviceLost
 from tokenmill_executor.wire import BadPlan, PlanLimits, decode_plan, encode_result, encode_welcome
 
@@ -153,7 +153,7 @@ class Session:
             return
         if (error := future.exception()) is not None:
             plan_id = self._answered_plan_id + 1
-            self._log.error("plan failed", plan_id=plan_id, exc_info=error)
+            self._log.error("plan failed", plan=plan_id, exc_info=error)
             if isinstance(error, DeviceLost):
                 self.end(grpc.StatusCode.UNAVAILABLE, "the executor has lost its device and ends")
             else:
@@ -162,8 +162,12 @@ class Session:
         answer = future.result()
         if answer is None or self.ended:
             return
-        self._answered_plan_id = answer.result.plan_id
-        self._outbox.put_nowait(encode_result(answer.result, answer.times))
+        result = answer.result
+        self._answered_plan_id = result.plan_id
+        for fault in result.faults:
+            if fault.fault is SequenceFault.ERROR:
+                self._log.warning("sequence failed", plan=result.plan_id, sequence=fault.sequence_id, reason=fault.detail)
+        self._outbox.put_nowait(encode_result(result, answer.times))
 
     async def _write(self, context: Context) -> None:
         while (response := await self._outbox.get()) is not None and not self.ended:

@@ -138,8 +138,12 @@ async def test_c43_a_failing_sequence_is_named_and_the_stream_goes_on(start: Sta
     service = await start(OracleRunner())
     scheduler = await service.scheduler(1)
     await scheduler.send({1: 9, 2: 9, 3: 9}, [admission(1, [1]), admission(2, [POISON]), admission(3, [3])])
-    result = await scheduler.result()
+    with structlog.testing.capture_logs() as logs:
+        result = await scheduler.result()
+    assert (result.epoch, result.plan_id) == (1, 1)
     assert [(fault.sequence_id, fault.fault) for fault in result.faults] == [(2, pb.SEQUENCE_FAULT_ERROR)]
+    (told,) = [line for line in logs if line["event"] == "sequence failed"]
+    assert (told["epoch"], told["plan"], told["sequence"], told["reason"]) == (1, 1, 2, "RuntimeError: poisoned input")
     await scheduler.send({1: 1, 3: 1})
     assert list((await scheduler.result()).num_computed) == [1, 1]
 

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 from tokenmill_scheduler import arrivals
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -32,6 +33,17 @@ from tests.fakes.shell import GRACE_S, Shell, output_of, read_all, request, sett
 @pytest.fixture
 async def shell() -> Shell:
     return Shell.over(MemoryLedger())
+
+
+async def test_logs_name_request_executor_epoch_and_plan(shell: Shell) -> None:
+    with capture_logs() as logs:
+        await shell.join(epoch=7)
+        await shell.submit(request("a", max_tokens=3))
+        await shell.run_out()
+    plans = [(line["executor"], line["epoch"], line["plan"]) for line in logs if line["event"] == "plan sent"]
+    assert plans[:3] == [("played", 7, 1), ("played", 7, 2), ("played", 7, 3)]
+    (end,) = [line for line in logs if line["event"] == "request done"]
+    assert (end["request_id"], end["executor"], end["reason"]) == ("a", "played", "length")
 
 
 # ---- submit --------------------------------------------------------------------------------------------------------------------
