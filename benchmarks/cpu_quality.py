@@ -110,7 +110,8 @@ def _all_logits(model: Model, passages: list[list[int]]) -> list[torch.Tensor]:
     blocks = -(-max(map(len, passages)) // BLOCK_SIZE)
     model.allocate(blocks, BLOCK_SIZE)
     table = list(range(blocks))
-    return [model.forward(make_batch([(passage[: end + 1], 1, table) for end in range(len(passage))])) for passage in passages]
+    batches = [make_batch([(passage[: end + 1], 1, table) for end in range(len(passage))]) for passage in passages]
+    return [model.forward(batch).clone() for batch in batches]
 
 
 def _table(checkpoint: Checkpoint, scores: dict[str, Score]) -> str:

@@ -46,6 +46,7 @@ class Metrics:
         self.integrity_failures = 0
         # What serves, by the names of labels.
         self.description: Mapping[str, str] = {}
+        self._plans = 0
         self._steps = 0
         self._computed_tokens = 0
         self._cached_tokens = 0
@@ -56,6 +57,7 @@ class Metrics:
 
     def carried_out(self, result: Result, times: ServiceTimes) -> None:
         self.blocks = result.blocks
+        self._plans += 1
         self._steps += result.num_steps
         self._computed_tokens += sum(result.num_computed)
         self._cached_tokens += sum(result.num_cached)
@@ -78,7 +80,8 @@ class Metrics:
         held = {"held": blocks.held, "cached": blocks.cached, "free": blocks.free}
         return [
             InfoMetricFamily("tokenmill_executor", "What serves here", dict(self.description)),
-            _counter("steps", "Forward passes carried out", self._steps),
+            _counter("plans", "Plans carried out", self._plans),
+            _counter("steps", "Their steps, each a forward pass", self._steps),
             histogram_family(
                 f"{_PREFIX}step_seconds", "Of each step, by part; queue is of each plan, before it begins", ("part",), parts
             ),

@@ -98,16 +98,26 @@ class TokenGaps:
         if since.step is not None:
             since.step.leave(request_id, since.lane)
 
-    def told(self, request_ids: tuple[str, ...], now_s: float) -> None:
-        """One sample a request; those that had their last token together are counted together."""
+    def told(self, request_ids: tuple[str, ...], counts: tuple[int, ...], now_s: float) -> None:
+        """One sample a token; requests that had their last token together are counted together.
+
+        Tokens of one request that come at once have come one after the other, in equal parts of the time.
+        """
+        if counts.count(counts[0]) == len(counts):
+            self._told(request_ids, counts[0], now_s)
+            return
+        for count in sorted(set(counts)):
+            self._told(tuple([i for i, its in zip(request_ids, counts, strict=True) if its == count]), count, now_s)
+
+    def _told(self, request_ids: tuple[str, ...], count: int, now_s: float) -> None:
         step = self._step_of(request_ids)
         came = self._changes(step, request_ids) if step.request_ids != request_ids else ()
         for since in step.since.values():
             if since.requests:
-                self._between.observe(since.lane, now_s - since.at_s, since.requests)
+                self._between.observe(since.lane, (now_s - since.at_s) / count, since.requests * count)
                 since.at_s = now_s
         for request_id in came:
-            self._join(request_id, step, now_s)
+            self._join(request_id, step, count, now_s)
 
     def _changes(self, step: _Step, request_ids: tuple[str, ...]) -> Sequence[str]:
         """Those that were not of this step; the ones that are not here leave it."""
@@ -134,11 +144,13 @@ class TokenGaps:
         step.leave(request_id, since.lane)
         self._since[request_id] = _Step().join(request_id, since.lane, since.at_s)
 
-    def _join(self, request_id: str, step: _Step, now_s: float) -> None:
+    def _join(self, request_id: str, step: _Step, count: int, now_s: float) -> None:
         """From its arrival, or from another step."""
         since = self._since[request_id]
-        latency = self._first if since.step is None else self._between
-        latency.observe(since.lane, now_s - since.at_s)
-        if since.step is not None:
+        if since.step is None:
+            self._first.observe(since.lane, now_s - since.at_s)
+            self._between.observe(since.lane, 0.0, count - 1)
+        else:
+            self._between.observe(since.lane, (now_s - since.at_s) / count, count)
             since.step.leave(request_id, since.lane)
         self._since[request_id] = step.join(request_id, since.lane, now_s)

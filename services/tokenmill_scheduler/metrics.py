@@ -117,7 +117,7 @@ class Metrics:
         self.ledger_lag.observe(now_s - handed_over_s)
         for record in records:
             if isinstance(record, TokensGenerated):
-                self._gaps.told(record.request_ids, now_s)
+                self._gaps.told(record.request_ids, record.counts, now_s)
             elif isinstance(record, Transitioned) and record.after in TERMINAL:
                 self._ended(record, now_s)
 
@@ -149,6 +149,7 @@ class Metrics:
     def stepped(self, executor: str, max_num_seqs: int, result: Result, round_trip_s: float) -> None:
         occupancy = len(result.sequence_ids) / max_num_seqs
         self.last_occupancy[executor] = occupancy
-        self.batch_occupancy.observe(occupancy)
-        self.iteration_tokens.observe(sum(result.num_computed))
+        steps = result.num_steps
+        self.batch_occupancy.observe(occupancy, steps)
+        self.iteration_tokens.observe(sum(result.num_computed) / steps, steps)
         self.round_trip.observe(round_trip_s)

@@ -19,10 +19,10 @@ from tests.fakes.memory_ledger import MemoryLedger
 from tests.fakes.shell import Shell, request, settle
 
 
-def tokens(request_ids: Sequence[str]) -> TokensGenerated:
-    """One for each."""
-    ones = (1,) * len(request_ids)
-    return TokensGenerated(tuple(request_ids), ones, ones, ones, 0.0)
+def tokens(request_ids: Sequence[str], counts: Sequence[int] = ()) -> TokensGenerated:
+    """So many for each, or one."""
+    counts = tuple(counts) or (1,) * len(request_ids)
+    return TokensGenerated(tuple(request_ids), (1,) * len(request_ids), counts, (1,) * sum(counts), 0.0)
 
 
 def move(request_id: str, before: State, after: State, at_s: float = 0.0) -> Transitioned:
@@ -56,9 +56,13 @@ class Account:
         self.last: dict[str, float] = {}
         self.seen: dict[tuple[str, Lane], list[float]] = defaultdict(list)
 
-    def told(self, request_id: str, lane: Lane, arrival_s: float, now_s: float) -> None:
-        kind = "between" if request_id in self.last else "first"
-        self.seen[kind, lane].append(now_s - self.last.get(request_id, arrival_s))
+    def told(self, request_id: str, lane: Lane, arrival_s: float, now_s: float, count: int) -> None:
+        """Tokens that come together have come in equal parts of the time since the one before; a first one has none before."""
+        if request_id not in self.last:
+            self.seen["first", lane].append(now_s - arrival_s)
+            count -= 1
+        since_s = self.last.get(request_id, now_s)
+        self.seen["between", lane] += [(now_s - since_s) / max(count, 1)] * count
         self.last[request_id] = now_s
 
     def histogram(self, kind: str, lane: Lane, bounds: tuple[float, ...]) -> Histogram:
@@ -93,9 +97,11 @@ def test_every_token_is_counted_once_with_its_own_gap(seed: int) -> None:
             batch = rng.sample(list(lanes), rng.randrange(1, len(lanes) + 1))
         if batch:
             step = batch if rng.random() < 0.9 else rng.sample(batch, rng.randrange(1, len(batch) + 1))
-            metrics.committed([tokens(step)], now_s, now_s)
-            for name in step:
-                account.told(name, lanes[name], arrivals[name], now_s)
+            some = rng.choice([1, 1, 4])
+            counts = [some if rng.random() < 0.97 else rng.randrange(1, 5) for _ in step]
+            metrics.committed([tokens(step, counts)], now_s, now_s)
+            for name, count in zip(step, counts, strict=True):
+                account.told(name, lanes[name], arrivals[name], now_s, count)
     assert sum(map(len, account.seen.values())) > 500
     for kind, latency in (("first", metrics.time_to_first_token), ("between", metrics.inter_token)):
         for (lane, _), histogram in latency.histograms.items():
