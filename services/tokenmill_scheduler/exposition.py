@@ -37,6 +37,7 @@ class Exposition:
         self._writer = writer
 
     def __call__(self) -> list[Metric]:
+        self._metrics = self._loop.metrics
         return [*self._latencies(), *self._requests(), *self._tokens(), *self._steps(), *self._executors(), *self._ledger()]
 
     def _latencies(self) -> Iterator[Metric]:

@@ -56,24 +56,27 @@ class _Since:
 class _Step:
     """Requests whose last token came together, and mostly the next will: a step of them all costs a few operations for each lane.
 
-    `members` are in the order of their last time; `request_ids` are the same, or empty when one of them has gone since.
+    `members` are in the order of their last time, and each can be taken out at once; `request_ids` are the same, or empty when one
+    has gone since.
     """
 
-    members: list[str] = field(default_factory=list)
+    members: dict[str, None] = field(default_factory=dict)
     request_ids: tuple[str, ...] = ()
     since: dict[Lane, _Since] = field(default_factory=dict)
 
     def join(self, request_id: str, lane: Lane, at_s: float) -> _Since:
         """At the time of the step, which is `at_s`."""
-        self.members.append(request_id)
-        since = self.since.setdefault(lane, _Since(lane, at_s, self, requests=0))
+        self.members[request_id] = None
+        since = self.since.get(lane)
+        if since is None:
+            since = self.since[lane] = _Since(lane, at_s, self, requests=0)
         since.at_s = at_s
         since.requests += 1
         return since
 
     def leave(self, request_id: str, lane: Lane) -> None:
         self.request_ids = ()
-        self.members.remove(request_id)
+        del self.members[request_id]
         self.since[lane].requests -= 1
 
 
@@ -124,12 +127,12 @@ class TokenGaps:
         stayed = len(step.members)
         step.request_ids = request_ids
         # Those that ended have left already, and new ones are the last.
-        if step.members == list(request_ids[:stayed]):
+        if tuple(step.members) == request_ids[:stayed]:
             return request_ids[stayed:]
-        here, before = set(request_ids), set(step.members)
-        for request_id in [member for member in step.members if member not in here]:
+        here, before = set(request_ids), step.members
+        for request_id in [member for member in before if member not in here]:
             self._sit_out(request_id, step)
-        step.members = [request_id for request_id in request_ids if request_id in before]
+        step.members = {request_id: None for request_id in request_ids if request_id in before}
         step.request_ids = request_ids
         return [request_id for request_id in request_ids if request_id not in before]
 

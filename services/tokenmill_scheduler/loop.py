@@ -36,6 +36,7 @@ from tokenmill_scheduler.pacing import StepShape
 from tokenmill_scheduler.stops import StopStrings
 from tokenmill_scheduler.streams import Feed
 from tokenmill_scheduler.text.model import TextModel
+from tokenmill_scheduler.tally import Tally
 
 TICK_S = 0.1
 # A wake-up that has passed already but waits for an executor is not looked at in a busy loop.
@@ -89,7 +90,8 @@ class Loop:
         """`text_model` gives the text side of a model by name; a result of that model only comes once it is known."""
         self.clock = clock or UnixClock()
         self.live = LiveRequests()
-        self.metrics = Metrics(scheduler.config.policy)
+        self._metrics = Metrics(scheduler.config.policy)
+        self._count = Tally()
         self.drives: dict[str, Drive] = {}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ticked_s = self.clock()
@@ -115,7 +117,7 @@ class Loop:
         now_s = self.clock()
         for choice in (request, *further):
             self.live.add(LiveRequest(choice, State.WAITING, Feed()), now_s)
-            self.metrics.accept(choice, now_s)
+            self._count(self._metrics.accept, choice, now_s)
         self.handle(core.Submitted(request, choices=further))
 
     def resume(
@@ -140,7 +142,7 @@ class Loop:
         feed.bring_up_to(output.token_ids, output.logprobs)
         now_s = self.clock()
         self.live.add(LiveRequest(request, state, feed), now_s)
-        self.metrics.take_up(request, state, bool(output.token_ids), now_s)
+        self._count(self._metrics.take_up, request, state, bool(output.token_ids), now_s)
         if feed.readers:
             self.live.reader_came(request.request_id)
 
@@ -150,7 +152,7 @@ class Loop:
         `actions` become durable together with what the event leads to.
         """
         if isinstance(event, core.PolicyChanged):
-            self.metrics.use_policy(event.policy)
+            self._count(self._metrics.use_policy, event.policy)
         self._apply(event, actions)
         if not isinstance(event, core.Tick):
             for drive in self.drives.values():
@@ -178,7 +180,8 @@ class Loop:
 
     def answered(self, drive: Drive, result: Result) -> None:
         drive.answered(result, _now())
-        self.metrics.stepped(drive.name, self._scheduler.max_num_seqs(drive.name), result, drive.pacer.last_round_trip_s)
+        seqs, round_trip_s = self._scheduler.max_num_seqs(drive.name), drive.pacer.last_round_trip_s
+        self._count(self._metrics.stepped, drive.name, seqs, result, round_trip_s)
         self._apply(core.ResultArrived(drive.name, result, self._stop_strings.judge(drive.name, result)))
         self._result_seen.set()
         # The executor may have nothing to do from here on: no waiting for the next turn of the event loop.
@@ -200,7 +203,7 @@ class Loop:
     def forget(self, request_ids: Sequence[str], reason: Unavailable) -> None:
         """Requests that are another scheduler's; who reads them here is told `reason`."""
         for request_id in request_ids:
-            self.metrics.forget(request_id, self.live.forget(request_id, reason))
+            self._count(self._metrics.forget, request_id, self.live.forget(request_id, reason))
 
     # ---- what there is to see --------------------------------------------------------------------------------------------------
 
@@ -224,6 +227,12 @@ class Loop:
             max_num_seqs=scheduler.config.max_num_seqs,
             max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
             kv_cache_usage=scheduler.kv_cache_usage,
+    @property
+    def metrics(self) -> Metrics:
+        """As things stand."""
+        self._count.settle()
+        return self._metrics
+
             batch_occupancy=counters.occupancy_sum / counters.steps if counters.steps else 0.0,
             preemptions=counters.preemptions,
             output_tokens=counters.output_tokens,
@@ -334,7 +343,7 @@ class Loop:
 
     def _record(self, records: Sequence[Record]) -> None:
         self.live.happened(records)
-        self.metrics.happened(records)
+        self._count(self._metrics.happened, records)
         self._log_moves(records)
         self._last_commit = commit = asyncio.get_running_loop().create_future()
         self._writer.append(records, partial(self._committed, records, self.clock(), commit))
@@ -344,7 +353,7 @@ class Loop:
     ) -> None:
         try:
             self.live.committed(records)
-            self.metrics.committed(records, handed_over_s, self.clock())
+            self._count(self._metrics.committed, records, handed_over_s, self.clock())
         except Exception as error:
             self.fail(error)
             raise

@@ -1,7 +1,8 @@
 """What happens in the loop, as counts and histograms: told of records, results and commits, a few operations a step for each lane.
 
-Latencies are those that readers see: a token counts from when it is durable. Methods belong to the event loop's thread. Must not
-know: SQL, gRPC, how figures are told (`exposition.py`).
+Latencies are those that readers see: a token counts from when it is durable. Methods belong to the event loop's thread, and are
+called later than what they tell of, in the same order (`tally.py`). Must not know: SQL, gRPC, how figures are told
+(`exposition.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from tokenmill_service.histogram import SECONDS, SHARES, SHORT_SECONDS, TOKENS, Histogram
 
 from tokenmill_scheduler.core.records import Result, TokensGenerated, Transitioned
-from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, FinishReason, Lane, Request, State
+from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, Lane, Request, State
 from tokenmill_scheduler.desk import LaneLoad
 from tokenmill_scheduler.latency import Latency, TokenGaps
 from tokenmill_scheduler.ledger.port import Record
@@ -106,6 +107,9 @@ class Metrics:
                 self._moved(record)
 
     def _moved(self, record: Transitioned) -> None:
+        if record.before is State.PREFILL and record.after is State.DECODE:
+            # As often as any other, and nothing that is counted.
+            return
         life = self._lives[record.request_id]
         life.gauge.moved(record.request_id, record.before, record.after, record.at_s)
         if record.before is State.WAITING and record.after is State.PREFILL:
@@ -118,14 +122,13 @@ class Metrics:
         for record in records:
             if isinstance(record, TokensGenerated):
                 self._gaps.told(record.request_ids, record.counts, now_s)
-            elif isinstance(record, Transitioned) and record.after in TERMINAL:
-                self._ended(record, now_s)
+            elif isinstance(record, Transitioned) and record.finish_reason is not None:
+                self._ended(record, record.finish_reason, now_s)
 
-    def _ended(self, record: Transitioned, now_s: float) -> None:
+    def _ended(self, record: Transitioned, reason: FinishReason, now_s: float) -> None:
         life = self._lives.pop(record.request_id)
         self._gaps.end(record.request_id)
-        assert record.finish_reason is not None
-        self.finished[record.finish_reason] += 1
+        self.finished[reason] += 1
         if record.after is State.DONE:
             self.end_to_end.observe(life.lane, now_s - life.arrival_s)
 
