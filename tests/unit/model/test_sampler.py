@@ -64,10 +64,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("tokens", [(7, 8, 9, 7), (7, 8, 9, 9)], ids=["once", "twice"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_parameter_as_the_reference(variant: str) -> None:
+def test_each_parameter_as_the_reference(variant: str, tokens: tuple[int, ...]) -> None:
     """The last two prompt tokens and the two output tokens are made likely, so that penalties matter."""
-    samples = [sampling(seed, **VARIANTS[variant]) for seed in range(40)]
+    samples = [sampling(seed, tokens, **VARIANTS[variant]) for seed in range(40)]
     logits = logits_of(len(samples))
     logits[:, [7, 8, 9]] += 4.0
     output = SAMPLER.sample(logits, samples)
