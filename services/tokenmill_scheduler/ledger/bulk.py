@@ -1,22 +1,22 @@
 """One statement over many parameter rows, for either database.
 
 A statement is written once, over the columns of `v`, the table of the parameters, and handed to the driver as the text that it
-compiles to: SQLAlchemy's own way spends longer on a statement than the database. PostgreSQL gets that table as one JSON text: one
-round trip, and the encoding is C at both ends, where psycopg writes arrays in Python. SQLite has no network to save: there a column
-of `v` is a placeholder, and the driver runs the statement once for each row.
+compiles to: SQLAlchemy's own way spends longer on a statement than the database. PostgreSQL gets that table in one round trip, each
+column as the text of an array (arrays.py). SQLite has no network to save: there a column of `v` is a placeholder, and the driver
+runs the statement once for each row.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import JSON, ColumnElement, Connection, Text, bindparam, cast, column, func
+from sqlalchemy import ColumnElement, Connection, Text, bindparam, cast, column, func
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.types import TypeEngine
 
+from tokenmill_scheduler.ledger.arrays import array_encoder
 from tokenmill_scheduler.ledger.port import LedgerConflict
 
 Types = Mapping[str, TypeEngine[Any]]
@@ -29,7 +29,7 @@ class Bulk:
     """A statement over parameter rows with columns of these types; `build` makes it from `v`, and binds nothing else."""
 
     def __init__(self, dialect: str, types: Types, build: Build) -> None:
-        self._execute = _by_row(types, build) if dialect == "sqlite" else _by_json(types, build)
+        self._execute = _by_row(types, build) if dialect == "sqlite" else _by_columns(types, build)
 
     def run(self, connection: Connection, rows: Sequence[Row]) -> int:
         """Returns the number of rows written; `rows` hold the columns in order."""
@@ -55,19 +55,19 @@ def _by_row(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]],
     return lambda connection, rows: connection.exec_driver_sql(statement, list(map(arrange, rows))).rowcount
 
 
-def _by_json(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:
-    from sqlalchemy.dialects.postgresql import psycopg
+def _by_columns(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:
+    from sqlalchemy.dialects.postgresql import ARRAY, psycopg
 
-    function = func.json_to_recordset(cast(bindparam("rows", type_=Text), JSON))
-    source = function.table_valued(*(column(name, type_) for name, type_ in types.items()), name="v")
-    v = source.render_derived(with_types=True)
+    arrays = (cast(bindparam(f"v_{name}", type_=Text), ARRAY(type_)) for name, type_ in types.items())
+    source = func.unnest(*arrays).table_valued(*(column(name, type_) for name, type_ in types.items()), name="v")
+    v = source.render_derived()
     statement = str(build(dict(v.c.items())).compile(dialect=psycopg.dialect()))  # type: ignore[no-untyped-call]
-    names = tuple(types)
-    # Bytes as PostgreSQL reads them in text.
-    encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=lambda value: f"\\x{value.hex()}").encode
+    names = [f"v_{name}" for name in types]
+    encoders = [array_encoder(type_) for type_ in types.values()]
 
     def execute(connection: Connection, rows: Sequence[Row]) -> int:
-        parameters = {"rows": encode([dict(zip(names, row, strict=True)) for row in rows])}
+        columns = zip(*rows, strict=True)
+        parameters = {name: encode(values) for name, encode, values in zip(names, encoders, columns, strict=True)}
         return connection.exec_driver_sql(statement, parameters).rowcount
 
     return execute
