@@ -35,8 +35,8 @@ from tokenmill_scheduler.metrics import Metrics
 from tokenmill_scheduler.pacing import StepShape
 from tokenmill_scheduler.stops import StopStrings
 from tokenmill_scheduler.streams import Feed
-from tokenmill_scheduler.text.model import TextModel
 from tokenmill_scheduler.tally import Tally
+from tokenmill_scheduler.text.model import TextModel
 
 TICK_S = 0.1
 # A wake-up that has passed already but waits for an executor is not looked at in a busy loop.
@@ -219,6 +219,12 @@ class Loop:
         """None if it does not wait."""
         return self._scheduler.why_waits(request_id)
 
+    @property
+    def metrics(self) -> Metrics:
+        """As things stand."""
+        self._count.settle()
+        return self._metrics
+
     def load(self) -> Load:
         scheduler, counters = self._scheduler, self._scheduler.counters
         return Load(
@@ -227,12 +233,6 @@ class Loop:
             max_num_seqs=scheduler.config.max_num_seqs,
             max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
             kv_cache_usage=scheduler.kv_cache_usage,
-    @property
-    def metrics(self) -> Metrics:
-        """As things stand."""
-        self._count.settle()
-        return self._metrics
-
             batch_occupancy=counters.occupancy_sum / counters.steps if counters.steps else 0.0,
             preemptions=counters.preemptions,
             output_tokens=counters.output_tokens,
