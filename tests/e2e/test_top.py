@@ -21,13 +21,14 @@ from tests.fakes.processes import Processes
 
 
 @contextmanager
-def on_a_terminal(*argv: str, lines: int = 30, columns: int = 100) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The command, and the descriptor of what it writes."""
+def on_a_terminal(*argv: str, has_keys: bool = True) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command, and the descriptor of what it writes and, unless its standard input is no terminal, of what it reads."""
     ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     command = [sys.executable, "-m", "tokenmill_cli.main", *argv]
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm"})
+    source = theirs if has_keys else subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=source, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm"})
     os.close(theirs)
     try:
         yield process, ours
@@ -62,4 +63,27 @@ def test_top_shows_a_frame_a_document_and_a_screen_that_lives(processes: Process
         process.send_signal(signal.SIGINT)
         while b"\x1b[?1049l" not in seen:
             seen += os.read(screen, 65_536)
+        assert process.wait(TIMEOUT_S) == 130
+
+    with on_a_terminal("--server", scheduler.address, "top", "--interval", "30") as (process, screen):
+        seen = b""
+        while b"time to first token" not in seen:
+            seen += os.read(screen, 65_536)
+        for key, told in ((b"s", b"by tokens"), (b"l", b"lane real_time"), (b"p", b"go on"), (b"?", b"Any other key goes back")):
+            os.write(screen, key)
+            while told not in seen:
+                seen += os.read(screen, 65_536)
+        os.write(screen, b"q")
+        while b"\x1b[?1049l" not in seen:
+            seen += os.read(screen, 65_536)
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_top_needs_no_terminal_to_read_from(processes: Processes) -> None:
+    scheduler = processes.scheduler(processes.executor().address)
+    with on_a_terminal("--server", scheduler.address, "top", "--interval", "0.05", has_keys=False) as (process, screen):
+        seen = b""
+        while seen.count(b"time to first token") < 3:
+            seen += os.read(screen, 65_536)
+        process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 130

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import UTC, datetime
 from itertools import islice
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
-from tokenmill_client import Client, RequestFilter, RequestState, Unavailable
+from tokenmill_client import Client, Lane, RequestFilter, RequestState
 
 from tokenmill_cli.app import App, pass_app, server_options
 from tokenmill_cli.output import print_json_line
 from tokenmill_cli.top.frame import frame
 from tokenmill_cli.top.history import History, Look
+from tokenmill_cli.top.keys import keys_of
+from tokenmill_cli.top.view import View
+from tokenmill_cli.top.watch import watch
 from tokenmill_cli.watching import interval_option
 
-_UNFINISHED = RequestFilter(states=tuple(state for state in RequestState if not state.ended))
+_UNFINISHED = tuple(state for state in RequestState if not state.ended)
 _MOST_REQUESTS = 50
 # Of a frame that goes into a pipe or a file.
 _PLAIN_SIZE = (120, 40)
@@ -31,7 +35,8 @@ _PLAIN_SIZE = (120, 40)
 def top(app: App, interval: float, once: bool) -> None:
     """Watch a scheduler at work, live.
 
-    Lanes, batch occupancy, KV blocks, latencies, the slowest requests. Ctrl-C ends it. With --json, one document for each look.
+    Lanes, batch occupancy, KV blocks, latencies, the slowest requests. Keys: q quits, ? tells the others. With --json, one document
+    for each look.
     """
     screen = Console(highlight=False)
     with app.client() as client:
@@ -64,26 +69,17 @@ def _print_frame(app: App, client: Client, screen: Console, interval_s: float) -
 
 
 def _watch(app: App, client: Client, screen: Console, interval_s: float) -> None:
-    """Until interrupted. A scheduler that goes away is waited for."""
-    history = History()
-    history.add(_look(client))
-    trouble = ""
+    """Until a key or Ctrl-C ends it."""
+    with keys_of(sys.stdin) as keys, Live(console=screen, auto_refresh=False, screen=True) as live:
 
-    def drawn() -> RenderableType:
-        return frame(history, app.server, screen.width, screen.height - 1, datetime.now().astimezone(), trouble)
+        def draw(history: History, view: View, trouble: str) -> None:
+            now = datetime.now().astimezone()
+            live.update(frame(history, app.server, screen.width, screen.height - 1, now, view, trouble), refresh=True)
 
-    with Live(drawn(), console=screen, auto_refresh=False, screen=True) as live:
-        while True:
-            time.sleep(interval_s)
-            try:
-                history.add(_look(client))
-                trouble = ""
-            except Unavailable as error:
-                trouble = f"no answer: {error}"
-            live.update(drawn(), refresh=True)
+        watch(lambda lane: _look(client, lane), draw, keys, View(interval_s), time.monotonic)
 
 
-def _look(client: Client) -> Look:
-    admin = client.admin
-    oldest = islice(admin.list_requests(_UNFINISHED, oldest_first=True, page_size=_MOST_REQUESTS), _MOST_REQUESTS)
+def _look(client: Client, lane: Lane | None = None) -> Look:
+    admin, condition = client.admin, RequestFilter(_UNFINISHED, lanes=() if lane is None else (lane,))
+    oldest = islice(admin.list_requests(condition, oldest_first=True, page_size=_MOST_REQUESTS), _MOST_REQUESTS)
     return Look(time.monotonic(), admin.get_load(), admin.list_executors(), tuple(oldest))

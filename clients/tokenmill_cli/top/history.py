@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from tokenmill_client.records import Executor, LatencyHistogram, Load, RequestInfo
 
@@ -59,8 +59,24 @@ class History:
             for a, b in pairwise(self._looks)
         ]
 
+    def waiting(self) -> list[float]:
+        """Requests that waited, at each look but the first, so that all series have one scale."""
+        return [float(look.load.num_requests_waiting) for look in islice(self._looks, 1, None)]
+
+    def window_s(self, looks: int) -> float:
+        """From how long ago the last so many steps of a series are."""
+        return self.last.at_s - self._looks[max(0, len(self._looks) - 1 - looks)].at_s
+
+    @property
+    def latencies_s(self) -> float:
+        """Over how long latencies are taken; 0: over all time."""
+        return self.last.at_s - self._since(WINDOW_S).at_s
+
     def percentiles(self, latency: Callable[[Load], LatencyHistogram], shares: tuple[float, ...]) -> list[float | None]:
-        """Seconds, of the last minute; None where nothing was measured. The first look knows only of all time."""
+        """Seconds, of the last minute or since the first look, if that is later; None where nothing was measured.
+
+        The first look knows only of all time.
+        """
         first = self._since(WINDOW_S)
         counts = list(latency(self.last.load).counts)
         if first is not self.last:

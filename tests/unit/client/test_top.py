@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import termios
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -11,6 +14,10 @@ from rich.console import Console
 from tokenmill_cli.top.charts import area, bar, nice_top
 from tokenmill_cli.top.frame import frame
 from tokenmill_cli.top.history import History, Look, percentile
+from tokenmill_cli.top.keys import keys_of
+from tokenmill_cli.top.view import KEYS, Order, View
+from tokenmill_cli.top.watch import watch
+from tokenmill_client import Unavailable
 from tokenmill_client.records import Executor, Lane, LaneLoad, LatencyHistogram, Load, RequestInfo, RequestState, Usage
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -42,9 +49,9 @@ def look(at_s: float, of: Load, requests: int = 0) -> Look:
     return Look(at_s, of, (executor(),), tuple(request_info(index) for index in range(requests)))
 
 
-def drawn(history: History, width: int, height: int, trouble: str = "") -> list[str]:
+def drawn(history: History, width: int, height: int, trouble: str = "", view: View | None = None) -> list[str]:
     screen = Console(file=io.StringIO(), width=width, height=height, record=True, highlight=False)
-    screen.print(frame(history, "127.0.0.1:7600", width, height, NOW, trouble))
+    screen.print(frame(history, "127.0.0.1:7600", width, height, NOW, view, trouble))
     return screen.export_text().splitlines()
 
 
@@ -126,9 +133,10 @@ def history() -> History:
     return history
 
 
+@pytest.mark.parametrize("view", [None, View()])
 @pytest.mark.parametrize(("width", "height"), [(200, 60), (120, 34), (92, 24), (80, 24), (60, 16), (40, 8), (20, 3), (5, 1)])
-def test_a_frame_fits_its_screen_and_keeps_what_matters_most(history: History, width: int, height: int) -> None:
-    lines = drawn(history, width, height)
+def test_a_frame_fits_its_screen_and_keeps_what_matters_most(history: History, width: int, height: int, view: View | None) -> None:
+    lines = drawn(history, width, height, view=view)
     assert len(lines) <= height
     assert all(len(line) <= width for line in lines)
     text = "\n".join(lines)
@@ -174,3 +182,161 @@ def test_trouble_and_what_an_operator_holds_back_are_told(history: History) -> N
         assert words in text
     history.add(Look(51.0, held, (), ()))
     assert "no executor has joined yet" in "\n".join(drawn(history, 100, 30))
+
+
+def test_latencies_are_told_of_as_long_as_they_are_of() -> None:
+    history, told = History(), []
+    for at_s in (0.0, 0.5, 12.0, 59.9, 400.0):
+        history.add(look(at_s, load(steps=int(at_s) + 1)))
+        told.append(next(line for line in drawn(history, 100, 30) if "p50" in line).split("waits")[-1].split("p50")[0].strip())
+    assert told == ["since it began", "of the last 500 ms", "of the last 12 s", "of the last minute", "of the last 6 min"]
+
+
+def test_a_lanes_bar_shows_what_runs_and_what_waits_on_one_scale(history: History) -> None:
+    lanes = {line.split()[0]: line for line in drawn(history, 80, 40) if line.split()[:1] and line.split()[0] in set(Lane)}
+    counts = {lane: (line.count("█"), line.count("░")) for lane, line in lanes.items()}
+    assert counts["real_time"] == (0, 0)
+    assert 0 < sum(counts["standard"]) < sum(counts["batch"])
+    assert counts["batch"][1] > 5 * counts["batch"][0] > 0
+
+
+def test_of_very_many_executors_the_lost_come_first_and_the_rest_is_counted(history: History) -> None:
+    many = tuple(executor(f"x{number:02}", connected=number != 17) for number in range(20))
+    history.add(Look(50.0, history.last.load, many, ()))
+    text = "\n".join(drawn(history, 120, 60))
+    assert "and 13 more" in text
+    assert text.index("x17") < text.index("x00") < text.index("x05") < text.index("and 13 more")
+    assert "x06" not in text
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------------------
+
+
+def views(keys: str) -> list[View]:
+    view, after = View(), []
+    for key in keys:
+        view = view.pressed(key)
+        after.append(view)
+    return after
+
+
+def test_keys_change_the_view() -> None:
+    assert [view.order for view in views("sssS")] == [Order.TOKENS, Order.PRIORITY, Order.AGE, Order.TOKENS]
+    assert [view.lane for view in views("lllll")] == [*Lane, None, Lane.REAL_TIME]
+    assert [view.paused for view in views("pp")] == [True, False]
+    assert [view.help for view in views("??")] == [True, False]
+    assert [(view.help, view.paused) for view in views("?p")][-1] == (False, True)
+    assert [view.interval_s for view in views("+" * 10 + "-" * 20)][9::20] == [0.1, 60.0]
+    assert [view.quits for view in views("xq")] == [False, True]
+    assert views("\x1b") == [View()]
+
+
+def test_the_chosen_order_and_lane_are_shown(history: History) -> None:
+    infos = [
+        replace(request_info(0), lane=Lane.STANDARD, priority=1, usage=Usage(5, 5)),
+        replace(request_info(1), priority=2, usage=Usage(900, 0)),
+        replace(request_info(2), priority=9, usage=Usage(20, 0), submitted_at=NOW - timedelta(seconds=300)),
+    ]
+
+    def order(view: View) -> list[str]:
+        history.add(Look(history.last.at_s + 1, history.last.load, (executor(),), tuple(infos)))
+        return [line.split()[0][-1] for line in drawn(history, 100, 40, view=view) if line.startswith("req-")]
+
+    assert order(View()) == ["2", "0", "1"]
+    assert order(View(order=Order.TOKENS)) == ["1", "2", "0"]
+    assert order(View(order=Order.PRIORITY, lane=Lane.BATCH)) == ["2", "1"]
+    text = "\n".join(drawn(history, 100, 40, view=View(0.25, Order.TOKENS, Lane.BATCH, paused=True)))
+    for words in ("paused, p goes on", "slowest of batch", "by tokens", "lane batch", "every 250 ms", "go on"):
+        assert words in text, words
+
+
+def test_help_tells_every_key_on_any_screen(history: History) -> None:
+    text = "\n".join(drawn(history, 80, 24, view=View(help=True)))
+    assert all(does in text for does in KEYS.values())
+    assert "real_time" not in text
+    assert len(drawn(history, 20, 3, view=View(help=True))) <= 3
+
+
+class Terminal:
+    """Someone who presses keys at given times, and a clock that stands still but for the waiting."""
+
+    def __init__(self, *pressed: tuple[float, str]) -> None:
+        self.now_s = 0.0
+        self.pressed = [*pressed]
+        self.looked: list[tuple[float, Lane | None]] = []
+        self.drawn: list[tuple[float, bool, str]] = []
+        self.away: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> str | None:
+        until_s = self.now_s + max(seconds, 0.0)
+        if self.pressed and self.pressed[0][0] <= until_s:
+            self.now_s, key = self.pressed.pop(0)
+            return key
+        self.now_s = until_s
+        return None
+
+    def look(self, lane: Lane | None) -> Look:
+        self.looked.append((self.now_s, lane))
+        if self.now_s in self.away:
+            raise Unavailable("nobody there")
+        return look(self.now_s, load(steps=int(self.now_s)))
+
+    def draw(self, history: History, view: View, trouble: str) -> None:
+        self.drawn.append((self.now_s, view.paused, trouble))
+
+    def watch(self) -> None:
+        watch(self.look, self.draw, self, View(1.0), self.clock)
+
+
+def test_it_looks_at_intervals_until_q() -> None:
+    terminal = Terminal((2.5, "x"), (3.25, "q"))
+    terminal.away = [2.0]
+    terminal.watch()
+    assert terminal.looked == [(0.0, None), (1.0, None), (2.0, None), (3.0, None)]
+    assert [(at_s, trouble) for at_s, _, trouble in terminal.drawn] == [
+        (0.0, ""), (1.0, ""), (2.0, "no answer: nobody there"), (2.5, "no answer: nobody there"), (3.0, ""),
+    ]  # fmt: skip
+
+
+def test_paused_it_does_not_look_and_then_at_once() -> None:
+    terminal = Terminal((1.5, "p"), (30.25, "s"), (40.0, "p"), (41.5, "q"))
+    terminal.watch()
+    assert [at_s for at_s, _ in terminal.looked] == [0.0, 1.0, 40.0, 41.0]
+    assert any(paused for _, paused, _ in terminal.drawn)
+
+
+def test_another_lane_is_looked_for_at_once_and_a_shorter_interval_begins_now() -> None:
+    terminal = Terminal((0.25, "l"), (0.5, "-"), (3.0, "+"), (3.125, "+"), (4.25, "q"))
+    terminal.watch()
+    assert [lane for _, lane in terminal.looked] == [None] + [Lane.REAL_TIME] * 4
+    assert [at_s for at_s, _ in terminal.looked] == [0.0, 0.25, 1.25, 3.25, 3.75]
+
+
+def test_a_scheduler_that_was_never_there_is_not_waited_for() -> None:
+    terminal = Terminal()
+    terminal.away = [0.0]
+    with pytest.raises(Unavailable):
+        terminal.watch()
+
+
+def test_keys_of_a_terminal_come_one_by_one_and_its_mode_is_put_back() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "r") as source:
+        before = termios.tcgetattr(source)
+        with keys_of(source) as keys:
+            assert not termios.tcgetattr(source)[3] & (termios.ICANON | termios.ECHO)
+            assert keys.wait(0.0) is None
+            os.write(ours, b"q")
+            assert keys.wait(60.0) == "q"
+            os.write(ours, b"\x1b[A")
+            assert keys.wait(60.0) == "", "an arrow is no key"
+        assert termios.tcgetattr(source) == before
+    os.close(ours)
+
+
+def test_without_a_terminal_there_are_no_keys() -> None:
+    with keys_of(io.StringIO("q")) as keys:
+        assert keys.wait(0.0) is None
