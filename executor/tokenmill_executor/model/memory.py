@@ -36,6 +36,11 @@ def cuda_cache_bytes(model: Model, device: torch.device, utilization: float, bat
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
     peak_bytes = torch.cuda.max_memory_allocated(device) - cache_bytes
+    return left_of_share(utilization, total_bytes, others_bytes, peak_bytes)
+
+
+def left_of_share(utilization: float, total_bytes: int, others_bytes: int, peak_bytes: int) -> int:
+    """What that share of a device's memory leaves for the KV cache beside others' and this process's own peak."""
     return max(0, int(total_bytes * utilization) - others_bytes - peak_bytes)
 
 
