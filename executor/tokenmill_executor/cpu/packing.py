@@ -16,6 +16,8 @@ from tokenmill_executor.model.int4 import Int4Rows
 
 _DATA_TYPES = {"bfloat16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}
 _PER_LANE = {"bfloat16": 2, "int8": 4}
+# Whole panels: what is made on the way of a large matrix takes little beside it.
+_ROWS_AT_ONCE = 64 * PANEL_COLUMNS
 
 
 Weight = torch.Tensor | Int4Rows
@@ -42,12 +44,15 @@ def pack(weight: Weight, bias: torch.Tensor | None, kind: str, arena: HugeArena)
     if depth % (GROUP_SIZE if kind == "int8" else 2):
         raise ValueError(f"{kind} weights of depth {depth} cannot be packed")
     data = arena.take(_packed_shape(columns, depth, kind), _DATA_TYPES[kind])
-    scales = None
-    if kind == "int8":
-        weight, row_scales = quantize_rows(weight)
-        # Plus 128 as unsigned bytes. Those beyond the last column stay 0, and so do their scales.
-        weight, scales = weight.view(torch.uint8) ^ 0x80, _padded(row_scales)
-    _fill_panels(data, weight)
+    # Those beyond the last column stay 0, and so do their scales.
+    scales = _padded(torch.zeros(columns)) if kind == "int8" else None
+    for start in range(0, columns, _ROWS_AT_ONCE):
+        rows = weight[start : start + _ROWS_AT_ONCE]
+        if scales is not None:
+            codes, scales[start : start + len(rows)] = quantize_rows(rows)
+            # Plus 128 as unsigned bytes.
+            rows = codes.view(torch.uint8) ^ 0x80
+        _fill_panels(data[start // PANEL_COLUMNS :], rows)
     padded_bias = None if bias is None else _padded(bias)
     record = Matrix(
         data.data_ptr(),

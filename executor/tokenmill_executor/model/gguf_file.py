@@ -21,6 +21,8 @@ from tokenmill_executor.model.int4 import Int4Rows, from_q4_0, from_q4_1
 from tokenmill_executor.model.tensors import LazyTensors
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# What the library makes on the way of a large matrix is three times as large as its rows.
+_ROWS_AT_ONCE = 2048
 _INT4 = {GGMLQuantizationType.Q4_0: from_q4_0, GGMLQuantizationType.Q4_1: from_q4_1}
 _TOP_LEVEL = {
     "token_embd": "model.embed_tokens",
@@ -101,9 +103,10 @@ class GgufFile:
         )
 
     def _load(self, tensor: StoredTensor, config: ModelConfig) -> torch.Tensor:
-        values = np.ascontiguousarray(dequantize(tensor.data, tensor.type), dtype=np.float32)
-        if not values.flags.writeable:
-            values = values.copy()
+        values = np.empty(tensor.shape, dtype=np.float32)
+        for start in range(0, len(values), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            values[rows] = dequantize(tensor.data[rows], tensor.type)
         return self._in_order(torch.from_numpy(values), tensor.name, config)
 
     def _load_int4(self, tensor: StoredTensor, config: ModelConfig) -> Int4Rows:
