@@ -85,7 +85,7 @@ async def measure(processes: Processes, database: str, executor: ServiceProcess,
     taken_up = TakenUp()
     logger = logging.getLogger("tokenmill_client")
     logger.addHandler(taken_up)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     figures: Figures = defaultdict(list)
     scheduler = await asyncio.to_thread(processes.scheduler, executor.address, flags=SCHEDULER_FLAGS, database=database)
     await wait_serving(scheduler.address)

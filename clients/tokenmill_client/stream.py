@@ -31,6 +31,8 @@ class StreamCall(Protocol):
 
 _log = logging.getLogger("tokenmill_client")
 
+# An outage that is over sooner is worth no word.
+_TOLD_AFTER_S = 1.0
 # A server that does not end a stream behind its last event is not waited for.
 _LAST_READ_LIMIT_S = 1.0
 
@@ -62,6 +64,7 @@ class AsyncStream(AsyncIterator[Delta]):
         self._address = transport.current
         # When the connection was lost that is not yet made good.
         self._lost_s: float | None = None
+        self._outage_told = False
         self._closed = False
 
     @property
@@ -161,20 +164,29 @@ class AsyncStream(AsyncIterator[Delta]):
 
     def _made_good(self) -> None:
         if self._lost_s is not None:
-            after_s, self._lost_s = time.monotonic() - self._lost_s, None
-            _log.info(
-                "stream of request %s taken up again at token %d after %.2f s", self.request_id, self._progress.next_index, after_s
-            )
+            level = logging.INFO if self._outage_told else logging.DEBUG
+            after_s = time.monotonic() - self._lost_s
+            next_index = self._progress.next_index
+            _log.log(level, "stream of request %s taken up again at token %d after %.2f s", self.request_id, next_index, after_s)
+            self._lost_s, self._outage_told = None, False
 
     async def _await_next_try(self, failure: TokenmillError) -> None:
         self._call = None
-        if self._lost_s is None:
-            self._lost_s = time.monotonic()
-            _log.info("stream of request %s lost at token %d: %s", self.request_id, self._progress.next_index, failure)
+        self._tell_outage(failure)
         try:
             await self._transport.pause(self._backoff, failure, self._limit_s(failure), self._address)
         except Unavailable as given_up:
             raise self._final(given_up) from given_up
+
+    def _tell_outage(self, failure: TokenmillError) -> None:
+        """Once, of one that lasts."""
+        now_s = time.monotonic()
+        if self._lost_s is None:
+            self._lost_s = now_s
+        if self._progress.accepted and not self._outage_told and now_s - self._lost_s >= _TOLD_AFTER_S:
+            self._outage_told = True
+            next_index = self._progress.next_index
+            _log.info("stream of request %s waits for a scheduler at token %d: %s", self.request_id, next_index, failure)
 
     def _limit_s(self, failure: TokenmillError) -> float:
         """For how long to go on trying."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -70,11 +73,12 @@ def _turns(system: str | None, text: str) -> list[Message]:
 def _follow(app: App, stream: Stream, token_ids: bool, several: bool) -> None:
     started_s = time.monotonic()
     try:
-        for delta in stream:
-            if app.json or several:
-                continue
-            click.echo(_shown(delta, token_ids), nl=False)
-            sys.stdout.flush()
+        with _outages_told():
+            for delta in stream:
+                if app.json or several:
+                    continue
+                click.echo(_shown(delta, token_ids), nl=False)
+                sys.stdout.flush()
     except RequestNotDone as error:
         _end(app, stream, started_s, token_ids)
         text, name = str(error), f"Request {stream.request_id}"
@@ -84,6 +88,19 @@ def _follow(app: App, stream: Stream, token_ids: bool, several: bool) -> None:
             click.echo()
         raise
     _end(app, stream, started_s, token_ids)
+
+
+@contextmanager
+def _outages_told() -> Iterator[None]:
+    """To standard error, in the client's words: it waits for a scheduler for minutes, and text that stands still tells nothing."""
+    logger, handler = logging.getLogger("tokenmill_client"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("\n[%(message)s]"))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _shown(part: Delta | Output, token_ids: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from datetime import UTC, datetime
 
 import grpc
@@ -21,6 +22,14 @@ from tests.unit.client.fake_server import FakeServer, bad_request, queue_full, t
 
 def test_generate_prints_the_text(run: Run) -> None:
     assert run("generate", "hello", "--request-id", "r", "-m", "4") == (0, whole_text("r", 4) + "\n", "")
+
+
+def test_generate_tells_of_an_outage_that_lasts(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill_client.stream._TOLD_AFTER_S", 0.0)
+    server.cuts = [3]
+    code, out, err = run("generate", "hello", "--request-id", "r", "-m", "4")
+    assert (code, out) == (0, whole_text("r", 4) + "\n")
+    assert re.search(r"\[stream of request r waits for a scheduler at token 2: .*\]\n\n\[.* taken up again at token 2 after", err)
 
 
 def test_generate_reads_standard_input(server: FakeServer, run: Run) -> None:

@@ -86,31 +86,31 @@ async def test_gives_up_when_the_limit_is_over(server: FakeServer) -> None:
         had = stream.output.usage.output_tokens
         assert had >= 1
         assert (caught.value.request_id, caught.value.next_index) == (stream.request_id, had)
-        server.hold_at = None
-        server.start()
+    server.hold_at = None
+    server.start()
+    async with AsyncClient(server.address, retry=QUICK) as client:
         rest = await client.attach(caught.value.request_id, caught.value.next_index).result()
-        assert rest.token_ids == tuple(token(stream.request_id, index) for index in range(had, 6))
+    assert rest.token_ids == tuple(token(stream.request_id, index) for index in range(had, 6))
 
 
 async def test_its_own_timeout_is_all_the_patience_a_stream_has(server: FakeServer) -> None:
-    submitted_to = AsyncClient(server.address)
-    submitted = await submitted_to.submit("hello", max_tokens=6)
-    await submitted_to.close()
+    """Without one it would give up at once here, and with it, it does not go on after."""
     await asyncio.to_thread(server.stop)
-    # It neither gives up before nor goes on after.
-    retry = RetryPolicy(first_delay_s=0.01, longest_delay_s=0.02, attach_limit_s=0.0)
-    async with AsyncClient(server.address, retry=retry) as client:
+    async with AsyncClient(
+        server.address, retry=RetryPolicy(first_delay_s=0.01, longest_delay_s=0.02, attach_limit_s=0.0)
+    ) as client:
+        with pytest.raises(StreamLost):
+            await client.attach("r").result()
         with pytest.raises(DeadlineExceeded):
-            await client.attach(submitted.request_id, timeout=0.2).result()
+            await client.attach("r", timeout=0.2).result()
 
 
-async def test_to_attach_waits_for_a_scheduler_that_is_not_there_yet(server: FakeServer) -> None:
-    retry = RetryPolicy(first_delay_s=0.01, longest_delay_s=0.02, call_limit_s=0.0)
-    async with AsyncClient(server.address, retry=retry) as client:
-        submitted = await client.submit("hello", max_tokens=4)
-        await asyncio.to_thread(server.stop)
-        attached = client.attach(submitted.request_id)
-        reading = asyncio.create_task(attached.result())
+async def test_to_attach_waits_for_a_scheduler_that_is_not_there_yet(server: FakeServer, client: AsyncClient) -> None:
+    submitted = await client.submit("hello", max_tokens=4)
+    await asyncio.to_thread(server.stop)
+    # The limit of calls does not count.
+    async with AsyncClient(server.address, retry=RetryPolicy(first_delay_s=0.01, longest_delay_s=0.02, call_limit_s=0.0)) as other:
+        reading = asyncio.create_task(other.attach(submitted.request_id).result())
         done, _ = await asyncio.wait([reading], timeout=0.2)
         assert not done
         server.start()
