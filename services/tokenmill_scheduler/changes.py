@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.ledger.port import Command, Verb
 
 
 def second_try(failed: Request, request_id: str, now_s: float) -> Request:
@@ -37,6 +38,12 @@ def changes_in_words(request: Request, priority: int | None, deadline_s: float |
     if deadline_s is not None:
         changes.append(f"deadline {_time(request.deadline_s)} → {_time(deadline_s)}")
     return "; ".join(changes)
+
+
+def has_changed(request: Request, command: Command) -> bool:
+    """Whether an update is to be seen in a request; a cancelled one has ended instead."""
+    wanted = (command.priority, request.priority), (command.deadline_s, request.deadline_s)
+    return command.verb is Verb.UPDATE and all(new is None or new == now for new, now in wanted)
 
 
 def _time(unix_s: float | None) -> str:

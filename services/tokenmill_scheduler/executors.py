@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 from tokenmill_service.tls import ClientTls
 
-from tokenmill_scheduler.core.records import ExecutorsAwaited, Result
+from tokenmill_scheduler.core.records import ExecutorDescription, ExecutorsAwaited, Result
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.ledger.port import ExecutorTaken, Lease, Ledger, LedgerUnavailable
 from tokenmill_scheduler.link import ExecutorLink, Refused
@@ -39,10 +39,10 @@ class Executors:
         max_message_bytes: int,
         changed: Callable[[], None],
         tls: ClientTls | None = None,
-        given_away: Callable[[str], None] = lambda executor: None,
+        given_away: Callable[[ExecutorDescription], None] = lambda executor: None,
         repeats: Repeats = ONE_STEP,
     ) -> None:
-        """`given_away` is called with the name of an executor that was, or was to be, driven here and is another scheduler's."""
+        """`given_away` is called with an executor that was, or was to be, driven here and is another scheduler's."""
         self._open_link = partial(ExecutorLink, owner=self, limits=limits, max_message_bytes=max_message_bytes, tls=tls)
         self.links = [self._open_link(address) for address in addresses]
         self._loop = loop
@@ -125,14 +125,15 @@ class Executors:
     def unclaim(self, link: ExecutorLink) -> None:
         self._claims = {name: holder for name, holder in self._claims.items() if holder is not link}
 
-    async def next_epoch(self, link: ExecutorLink, name: str, at_least: int) -> int:
-        claim = partial(self._ledger.claim_executor, inherited=link.inherited, at_least=at_least)
+    async def next_epoch(self, link: ExecutorLink, facts: ExecutorFacts) -> int:
+        name = facts.description.name
+        claim = partial(self._ledger.claim_executor, inherited=link.inherited, at_least=facts.epoch + 1)
         try:
             return await asyncio.to_thread(claim, self._lease, name, link.address)
         except ExecutorTaken:
             if link.address in self._awaited or name in self._loop.drives:
                 self._models.forget(name)
-                self._given_away(name)
+                self._given_away(facts.description)
             self._met(link)
             raise
 

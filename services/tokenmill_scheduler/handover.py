@@ -1,7 +1,9 @@
-"""Requests that go with an executor to the scheduler that drives it now, since no other executor here can run them.
+"""Requests that nobody here can run go to a scheduler with an executor that can, and those that others hand over are taken up.
 
-As when a fallen scheduler that was taken over from is back: it gets its executors back, and what can run on them alone must not be
-left behind. Must not know: SQL, protobuf, how executors are driven.
+Each scheduler tells the others through the ledger which executors it has connected and what they can hold, and looks for theirs now
+and then. What waits here for an executor that is lost waits for it so long (`patience_s`), and goes elsewhere if it can then; what
+an executor takes along that is another scheduler's from here on goes at once. A request is always one scheduler's: the one that has
+it gives it away, guarded in the ledger, so no two ever run it. Must not know: SQL, protobuf, how executors are driven.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ from functools import partial
 
 import structlog
 
+from tokenmill_scheduler.core.records import ExecutorDescription, ExecutorGone, ExecutorsKnown, KnownExecutor
 from tokenmill_scheduler.core.request import TERMINAL
 from tokenmill_scheduler.desk import Unavailable
-from tokenmill_scheduler.ledger.port import Handover, Lease, Ledger, Outcome, StoredOutput, StoredRequest
+from tokenmill_scheduler.ledger.port import Handover, Lease, Ledger, LedgerUnavailable, Outcome, StoredOutput, StoredRequest
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.streams import Feed
+
+LOOK_S = 0.5
+PATIENCE_S = 10.0
 
 log = structlog.get_logger(__name__)
 
@@ -26,36 +32,98 @@ log = structlog.get_logger(__name__)
 class Handovers:
     """`hand_over_feed` gives the feed that readers here have followed a request by."""
 
-    def __init__(self, loop: Loop, ledger: Ledger, writer: RecordWriter, hand_over_feed: Callable[[str], Feed | None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        ledger: Ledger,
+        writer: RecordWriter,
+        hand_over_feed: Callable[[str], Feed | None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._loop = loop
         self._ledger = ledger
         self._writer = writer
         self._hand_over_feed = hand_over_feed
-        self._lease: int | None = None
-        self._taking_back: set[asyncio.Task[None]] = set()
+        self._patience_s = patience_s
+        self._lease: Lease
+        # By executor name and epoch: what the others were told last.
+        self._told: dict[tuple[str, int], ExecutorDescription] = {}
+        self._known: tuple[KnownExecutor, ...] = ()
+        # Counts executors that have gone to other schedulers: a look that was begun before does not know of it.
+        self._given = 0
+        self._under_way: set[asyncio.Future[None]] = set()
 
     def open(self, lease: Lease) -> None:
-        self._lease = lease.number
+        self._lease = lease
 
-    def give(self, executor: str) -> None:
-        """Another scheduler drives this executor. What only it can run is that one's, once that is durable."""
-        if request_ids := self._loop.executor_gone(executor):
-            self._writer.append([Handover(executor, request_ids)], partial(self._given, executor, request_ids))
+    # ---- giving ----------------------------------------------------------------------------------------------------------------
 
-    def _given(self, executor: str, request_ids: tuple[str, ...], outcomes: list[Outcome]) -> None:
-        self._loop.forget(request_ids, Unavailable("another scheduler has this request now; attach again", RETRY_DELAY_S))
-        if outcomes == [Outcome.WRITTEN]:
-            log.info("requests handed over with their executor", executor=executor, requests=len(request_ids))
-            return
-        # That scheduler has fallen meanwhile.
-        task = asyncio.create_task(self._take_back(request_ids))
-        self._taking_back.add(task)
-        task.add_done_callback(self._taking_back.discard)
-
-    async def _take_back(self, request_ids: Sequence[str]) -> None:
+    async def watch(self) -> None:
+        """Until cancelled."""
         while True:
             try:
-                return await self.take(request_ids)
+                await self.look()
+            except LedgerUnavailable as error:
+                log.debug("executors of other schedulers cannot be looked for", reason=str(error))
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Tells of the executors here, learns of those elsewhere, and gives away what they alone can run."""
+        given, connected = self._given, self._loop.connected()
+        if connected != self._told:
+            await asyncio.to_thread(self._ledger.tell_executors, self._lease, list(connected.values()))
+            self._told = connected
+        known = await asyncio.to_thread(self._ledger.known_executors, self._lease)
+        if given != self._given:
+            return
+        if known != self._known:
+            self._known = known
+            self._loop.handle(ExecutorsKnown(known))
+        self._give_strays()
+
+    def executor_gone(self, executor: ExecutorDescription) -> None:
+        """Another scheduler drives it. What only it can run is that one's, once that is durable."""
+        self._given += 1
+        self._known = ()
+        self._loop.drives.pop(executor.name, None)
+        self._loop.handle(ExecutorGone(executor))
+        self._give_strays()
+
+    def _give_strays(self) -> None:
+        for executor, request_ids in self._loop.scheduler.strays(self._patience_s).items():
+            self._loop.hand_over(request_ids)
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._under_way.add(done)
+            self._writer.append([Handover(executor, request_ids)], partial(self._handed_over, executor, request_ids, done))
+
+    def _handed_over(
+        self, executor: str, request_ids: tuple[str, ...], done: asyncio.Future[None], outcomes: list[Outcome]
+    ) -> None:
+        self._loop.forget(request_ids, Unavailable("another scheduler has this request now; attach again", RETRY_DELAY_S))
+        if outcomes == [Outcome.WRITTEN]:
+            log.info("requests handed over", executor=executor, requests=len(request_ids))
+            self._settled(done)
+        else:
+            # That scheduler has fallen meanwhile.
+            task = asyncio.create_task(self._take_back(request_ids))
+            task.add_done_callback(lambda _: self._settled(done))
+
+    def _settled(self, done: asyncio.Future[None]) -> None:
+        self._under_way.discard(done)
+        done.set_result(None)
+
+    async def settled(self) -> None:
+        """Returns once it is known of all that was given away until now whether it is another's."""
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+
+    # ---- taking ----------------------------------------------------------------------------------------------------------------
+
+    async def _take_back(self, request_ids: Sequence[str]) -> None:
+        while not self._loop.failure.done():
+            try:
+                await self.take(request_ids)
+                break
             except Unavailable:
                 await asyncio.sleep(RETRY_DELAY_S)
             except Exception as error:
@@ -67,7 +135,7 @@ class Handovers:
         found: list[tuple[StoredRequest, StoredOutput]] = []
         for request_id in request_ids:
             stored = await read_ledger(self._ledger.find, request_id)
-            if stored is not None and stored.state not in TERMINAL and stored.lease == self._lease:
+            if stored is not None and stored.state not in TERMINAL and stored.lease == self._lease.number:
                 found.append((stored, await read_ledger(self._ledger.output, request_id)))
-        new = [pair for pair in found if not self._loop.live.runs(pair[0].request.request_id)]
+        new = [pair for pair in found if not self._loop.live.has(pair[0].request.request_id)]
         take_up(self._loop, sorted(new, key=lambda pair: pair[0].request.arrival_s), self._hand_over_feed)

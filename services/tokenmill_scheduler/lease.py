@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -24,15 +24,18 @@ LOOKS = 6
 LONGEST_LOOK_S = 0.5
 
 
-def take_lease(ledger: Ledger, scheduler: str, lease_s: float, *, alone: bool) -> tuple[Lease, Estate]:
-    """A new lease, with what earlier processes of this scheduler have left, or any that stopped; if `alone`, all that there is."""
+def take_lease(ledger: Ledger, scheduler: str, lease_s: float, *, alone: bool, told: Sequence[str] = ()) -> tuple[Lease, Estate]:
+    """A new lease, with what earlier processes of this scheduler have left, or any that stopped; if `alone`, all that there is.
+
+    `told`: addresses of the executors that this one is to drive.
+    """
     lease = ledger.take_lease(scheduler, lease_s)
     fallen = [
         status.lease.number
         for status in ledger.leases()
         if status.lease != lease and (alone or status.given_up or status.lease.scheduler == scheduler)
     ]
-    return lease, ledger.take_over(lease, fallen)
+    return lease, ledger.take_over(lease, fallen, told)
 
 
 class LeaseKeeper:

@@ -41,7 +41,7 @@ class LinkOwner(Protocol):
 
     def unclaim(self, link: ExecutorLink) -> None: ...
 
-    async def next_epoch(self, link: ExecutorLink, name: str, at_least: int) -> int:
+    async def next_epoch(self, link: ExecutorLink, facts: wire.ExecutorFacts) -> int:
         """The executor is this scheduler's from here on. Raises ExecutorTaken where it is another's."""
 
     def knows_tokenizer(self, digest: str) -> bool: ...
@@ -159,7 +159,7 @@ class ExecutorLink:
                 await self._learn_tokenizer(stub, facts.tokenizer_digest)
             except (grpc.aio.AioRpcError, ValueError) as error:
                 raise SessionLost(describe_error(error)) from None
-            epoch = await self._owner.next_epoch(self, facts.description.name, facts.epoch + 1)
+            epoch = await self._owner.next_epoch(self, facts)
             session = Session(stub, epoch, facts, self._limits)
             standing = await session.greet()
             await self._serve(session, facts, standing)

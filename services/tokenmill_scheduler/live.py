@@ -24,7 +24,8 @@ from tokenmill_scheduler.text.model import TextStream
 class LiveRequest:
     """`text` watches for stop strings; it has been fed the first `text_fed` tokens of `feed`.
 
-    `read_elsewhere`: clients of another scheduler read it, as far as that one has said.
+    `read_elsewhere`: clients of another scheduler read it, as far as that one has said. `leaving`: it is to be another scheduler's,
+    and can be neither changed nor read here any more.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class LiveRequest:
     text_fed: int = 0
     read_elsewhere: bool = False
     cached_tokens: int = 0
+    leaving: bool = False
 
 
 class LiveRequests:
@@ -49,16 +51,21 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def has(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
     def get(self, request_id: str) -> LiveRequest | None:
-        return self._by_id.get(request_id)
+        """None, too, for one that is leaving."""
+        live = self._by_id.get(request_id)
+        return None if live is None or live.leaving else live
 
     def choices(self, request_id: str) -> list[str]:
         """What of a request has not ended: its choices, or the one that is named."""
         return [name for choice in range(MAX_CHOICES) if self.runs(name := choice_id(request_id, choice))]
 
     def runs(self, request_id: str) -> bool:
-        """Whether there is such a request and it has not ended."""
-        live = self._by_id.get(request_id)
+        """Whether there is such a request and it has not ended, nor is it leaving."""
+        live = self.get(request_id)
         return live is not None and live.state not in TERMINAL
 
     @property
@@ -121,7 +128,7 @@ class LiveRequests:
 
     def read_elsewhere(self, request_id: str, now_s: float) -> None:
         """Clients of another scheduler read it: its grace begins anew."""
-        live = self._by_id.get(request_id)
+        live = self.get(request_id)
         if live is None or not _needs_reader(live):
             return
         live.read_elsewhere = True
@@ -141,6 +148,12 @@ class LiveRequests:
     def orphans_since(self, before_s: float) -> list[str]:
         """Requests that have had no reader, though they need one, since before this time."""
         return [request_id for request_id, _ in takewhile(lambda item: item[1] < before_s, self._orphans.items())]
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._by_id[request_id].leaving = True
+            self._orphans.pop(request_id, None)
+            self.attended.pop(request_id, None)
 
     def forget(self, request_id: str, reason: Unavailable) -> State:
         """Another scheduler's from here on; readers end with `reason`. Returns the state that it is left in."""

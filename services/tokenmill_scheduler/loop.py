@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -193,12 +194,19 @@ class Loop:
         if self._planning:
             self.handle(core.ExecutorLost(drive.name, drive.epoch, reason, lives))
 
-    def executor_gone(self, executor: str) -> tuple[str, ...]:
-        """Another scheduler's for good. Returns the requests that only it can run: they are `forget`'s once that is durable."""
-        request_ids = self._scheduler.only_for(executor)
-        self.handle(core.ExecutorGone(executor, request_ids))
-        self.drives.pop(executor, None)
-        return request_ids
+    def connected(self) -> dict[tuple[str, int], core.ExecutorDescription]:
+        """By name and epoch: what the executors that are there can hold of what is planned for here."""
+        drives = [drive for drive in self.drives.values() if drive.connected]
+        return {
+            (drive.name, drive.epoch): replace(drive.facts.description, max_num_seqs=self._scheduler.max_num_seqs(drive.name))
+            for drive in drives
+        }
+
+    def hand_over(self, request_ids: tuple[str, ...]) -> None:
+        """Requests that wait are to be another scheduler's. Nothing happens to them here any more; they are `forget`'s once that
+        is durable, or not to be."""
+        self.live.leave(request_ids)
+        self.handle(core.HandedOver(request_ids))
 
     def forget(self, request_ids: Sequence[str], reason: Unavailable) -> None:
         """Requests that are another scheduler's; who reads them here is told `reason`."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import grpc
@@ -104,7 +105,7 @@ class SchedulerServer:
             settings.max_message_bytes,
             self._health.changed,
             settings.executor_tls,
-            lambda executor: self.service.handovers.give(executor),
+            lambda executor: self.service.handovers.executor_gone(executor),
             Repeats(settings.num_scheduler_steps, settings.commit_interval_s),
         )
         self.service = Service(
@@ -115,6 +116,7 @@ class SchedulerServer:
             self._writer,
             self.access.limits,
             announce_s=settings.reattach_grace_s / 3,
+            patience_s=settings.lease_time_s,
         )
         self._lease: Lease | None = None
         self._keeper: LeaseKeeper | None = None
@@ -134,6 +136,9 @@ class SchedulerServer:
         self._use_quotas()
         estate = await self._take_lease()
         await self.operators.refresh()
+        if not self._settings.is_alone:
+            # What others' executors can hold is known before anything is found to be too long.
+            await self.service.handovers.look()
         take_up(self.loop, estate.requests)
         watches = [self.loop.tick(), self._health.watch(), self.access.watch(self._use_quotas), self.operators.watch()]
         if self._settings.retention_s:
@@ -189,7 +194,8 @@ class SchedulerServer:
         """From here on this scheduler may write. Returns what an earlier process has left."""
         settings = self._settings
         name = settings.scheduler_name or f"{socket.gethostname()} {self.address}"
-        lease, estate = await asyncio.to_thread(take_lease, self._ledger, name, settings.lease_time_s, alone=settings.is_alone)
+        take = partial(take_lease, alone=settings.is_alone, told=settings.executors)
+        lease, estate = await asyncio.to_thread(take, self._ledger, name, settings.lease_time_s)
         self._lease = lease
         self._writer.start(lease)
         self.service.open(lease)
@@ -201,8 +207,9 @@ class SchedulerServer:
         self.executors.inherit([address for _, address in estate.executors])
         self._keeper = keeper = LeaseKeeper(self._ledger, lease, self._settings.lease_time_s, lambda: not self._not_alive())
         keeper.start(self._inherit, self.loop.fail)
-        relay, obey = self.service.relay, self.service.obey
-        for work in (self.service.followers.run(), relay.send(), relay.listen(lease, lambda: bool(keeper.peers), obey)):
+        service, relay = self.service, self.service.relay
+        listening = relay.listen(lease, lambda: bool(keeper.peers), service.obey)
+        for work in (service.followers.run(), service.handovers.watch(), relay.send(), listening):
             self._keep_at(work)
 
     def _inherit(self, estate: Estate) -> None:

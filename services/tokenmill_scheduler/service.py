@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tokenmill_scheduler.arrivals import Arrivals
-from tokenmill_scheduler.changes import changes_in_words, second_try
+from tokenmill_scheduler.changes import changes_in_words, has_changed, second_try
 from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.choices import choice_ids
@@ -34,7 +34,7 @@ from tokenmill_scheduler.desk import (
 )
 from tokenmill_scheduler.followers import Followers, ended
 from tokenmill_scheduler.gate import Gate
-from tokenmill_scheduler.handover import Handovers
+from tokenmill_scheduler.handover import PATIENCE_S, Handovers
 from tokenmill_scheduler.ledger.port import (
     Action,
     ActionVerb,
@@ -89,8 +89,9 @@ class Service:
         writer: RecordWriter,
         tenant_limits: Callable[[str], TenantLimits] = lambda tenant: TenantLimits(),
         announce_s: float = ANNOUNCE_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        """`tenant_limits` gives those of a tenant as they are now. For `announce_s` see `Followers`."""
+        """`tenant_limits` gives those of a tenant as they are now. For `announce_s` see `Followers`, `patience_s` `Handovers`."""
         self._loop = loop
         self._models = models
         self._ledger = ledger
@@ -101,7 +102,7 @@ class Service:
         self._lease: int | None = None
         self.relay = Relay(ledger)
         self.followers = Followers(ledger, self.relay.tell, announce_s)
-        self.handovers = Handovers(loop, ledger, writer, self.followers.hand_over)
+        self.handovers = Handovers(loop, ledger, writer, self.followers.hand_over, patience_s)
 
     def open(self, lease: Lease) -> None:
         """Requests of this lease are this scheduler's, others are changed and followed through the ledger."""
@@ -253,14 +254,16 @@ class Service:
     ) -> StoredRequest:
         """Has the scheduler that has it change the request, of which `stored` is a choice. Returns that one as it is then.
 
-        Raises Unavailable when it has changed hands. The action is recorded there, with the change: also when this one's caller has
+        Raises Unavailable when it is changing hands. The action is recorded there, with the change: also when this one's caller has
         gone meanwhile.
         """
         if stored.lease is None or not stored.scheduler:
             raise self._changing(stored.request.request_id)
-        await self.relay.ask(Command(stored.lease, request_id, verb, reason, priority, deadline_s, actor, detail))
+        command = Command(stored.lease, request_id, verb, reason, priority, deadline_s, actor, detail)
+        await self.relay.ask(command)
         after = await self._find(stored.request.request_id)
-        if after.state not in TERMINAL and after.lease != stored.lease:
+        # On its way in or out, that scheduler has nothing to change.
+        if after.state not in TERMINAL and not has_changed(after.request, command):
             raise self._changing(stored.request.request_id)
         return after
 
@@ -283,6 +286,8 @@ class Service:
     async def obey(self, commands: Sequence[Command]) -> None:
         """What other schedulers ask of this one; of requests that have ended, nothing. Raises Unavailable."""
         self.check_open()
+        # Whoever asks looks at the ledger then: what is on its way is to be there.
+        await self.handovers.settled()
         await self.handovers.take([command.request_id for command in commands if command.verb is Verb.TAKE])
         for command in commands:
             request_id, reason, actor = command.request_id, command.reason, command.actor

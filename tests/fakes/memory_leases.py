@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tokenmill_scheduler.core.records import MAX_EPOCH
+from tokenmill_scheduler.core.records import MAX_EPOCH, ExecutorDescription, KnownExecutor
 from tokenmill_scheduler.ledger.port import Command, EpochsUsedUp, ExecutorTaken, Lease, LeaseLost
 
 
@@ -17,6 +17,8 @@ class Driven:
     address: str
     lease: int | None
     inherited: bool
+    connected: bool = False
+    description: ExecutorDescription | None = None
 
 
 @dataclass
@@ -37,8 +39,8 @@ class MemoryLeases:
         if self.names.get(lease.number) != lease.scheduler:
             raise LeaseLost(f"lease {lease.number} of scheduler {lease.scheduler} no longer holds")
 
-    def end(self, lease: Lease, fallen: Sequence[int]) -> list[int]:
-        """The leases that ended; what they had of executors and commands is dealt with."""
+    def end(self, lease: Lease, fallen: Sequence[int], told: Sequence[str]) -> list[int]:
+        """The leases that ended; their commands are gone, and what was to be left free of their executors is."""
         self.hold(lease)
         ended = [number for number in fallen if number in self.names and number != lease.number]
         former = [number for number in ended if self.names[number] == lease.scheduler]
@@ -47,15 +49,27 @@ class MemoryLeases:
         self.commands = {number: command for number, command in self.commands.items() if command.lease not in ended}
         for name, driven in self.executors.items():
             if driven.lease in former and not driven.inherited:
-                self.executors[name] = Driven(driven.epoch, driven.address, None, inherited=False)
+                kept = lease.number if driven.address in told else None
+                self.executors[name] = replace(driven, lease=kept, connected=False)
         return ended
 
     def inherit(self, lease: Lease, ended: Sequence[int]) -> tuple[tuple[str, str], ...]:
         inherited = sorted(name for name, driven in self.executors.items() if driven.lease in ended)
         for name in inherited:
-            driven = self.executors[name]
-            self.executors[name] = Driven(driven.epoch, driven.address, lease.number, inherited=True)
+            self.executors[name] = replace(self.executors[name], lease=lease.number, inherited=True, connected=False)
         return tuple((name, self.executors[name].address) for name in inherited)
+
+    def tell(self, lease: Lease, connected: Sequence[ExecutorDescription]) -> None:
+        descriptions = {description.name: description for description in connected}
+        for name, driven in self.executors.items():
+            if driven.lease == lease.number:
+                description = descriptions.get(name, driven.description)
+                self.executors[name] = replace(driven, connected=name in descriptions, description=description)
+
+    def known(self, lease: Lease) -> tuple[KnownExecutor, ...]:
+        executors = [driven for _, driven in sorted(self.executors.items()) if driven.lease in self.names]
+        known = [(driven.description, driven.connected and driven.lease != lease.number) for driven in executors]
+        return tuple(KnownExecutor(description, elsewhere) for description, elsewhere in known if description is not None)
 
     def driver(self, executor: str) -> Lease | None:
         driven = self.executors.get(executor)
@@ -71,5 +85,5 @@ class MemoryLeases:
         if driven.epoch == MAX_EPOCH:
             raise EpochsUsedUp(executor)
         epoch = max(driven.epoch + 1, at_least)
-        self.executors[executor] = Driven(epoch, address, lease.number, inherited)
+        self.executors[executor] = Driven(epoch, address, lease.number, inherited, description=driven.description)
         return epoch

@@ -11,7 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
+from tokenmill_scheduler.core.records import (
+    ExecutorDescription,
+    KnownExecutor,
+    TokenLogprobs,
+    TokensGenerated,
+    Transitioned,
+    Updated,
+)
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, State
 from tokenmill_scheduler.ledger.port import (
     Action,
@@ -88,6 +95,8 @@ class MemoryLedger:
                     self._apply(staged, record)
             if lease is not None:
                 for request_id in _owned(records, outcomes):
+                    if staged[request_id].stored.lease not in (None, lease.number):
+                        raise LedgerConflict(f"{request_id}: another scheduler has it")
                     staged[request_id] = _given(staged[request_id], lease)
             self._entries.update(staged)
             outcomes |= {
@@ -104,7 +113,9 @@ class MemoryLedger:
         if driver is None or driver == lease:
             return Outcome.CONFLICT
         for request_id in handover.request_ids:
-            self._entries[request_id] = _given(self._entries[request_id], driver)
+            entry = self._entries[request_id]
+            if lease is not None and entry.stored.lease == lease.number:
+                self._entries[request_id] = _given(entry, driver)
             self._leases.commands[self._leases.number()] = Command(driver.number, request_id, Verb.TAKE)
         return Outcome.WRITTEN
 
@@ -195,9 +206,9 @@ class MemoryLedger:
                 for number, expires_s in self._leases.expires_s.items()
             )
 
-    def take_over(self, lease: Lease, fallen: Sequence[int]) -> Estate:
+    def take_over(self, lease: Lease, fallen: Sequence[int], told: Sequence[str] = ()) -> Estate:
         with self._available():
-            ended = self._leases.end(lease, fallen)
+            ended = self._leases.end(lease, fallen, told)
             adopted = [
                 entry
                 for entry in self._entries.values()
@@ -219,6 +230,14 @@ class MemoryLedger:
         with self._available():
             driven = self._leases.executors.get(executor)
             return driven is not None and driven.lease == lease.number
+
+    def tell_executors(self, lease: Lease, connected: Sequence[ExecutorDescription]) -> None:
+        with self._available():
+            self._leases.tell(lease, connected)
+
+    def known_executors(self, lease: Lease) -> tuple[KnownExecutor, ...]:
+        with self._available():
+            return self._leases.known(lease)
 
     def send(self, commands: Sequence[Command]) -> tuple[int, ...]:
         with self._available():

@@ -26,7 +26,8 @@ class ExecutorState:
 
     A sequence is `running` (in order of admission), or `leaving`: given up or ended, but its blocks are not back yet.
     `to_release` goes into the next plan. `batch_room` counts the requests a static batch may still take in.
-    `asked_s` is when a plan was last asked for. `probation` is the last suspect admitted (see `quarantine.py`).
+    `asked_s` is when a plan was last asked for, `lost_s` when it was lost. `probation` is the last suspect admitted (see
+    `quarantine.py`).
     """
 
     description: ExecutorDescription
@@ -46,6 +47,7 @@ class ExecutorState:
     steps: int = 0
     batch_room: int = 0
     asked_s: float = float("-inf")
+    lost_s: float = float("-inf")
     probation: Sequence | None = None
 
     def __post_init__(self) -> None:

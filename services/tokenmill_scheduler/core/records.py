@@ -261,10 +261,31 @@ class ExecutorsAwaited:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorGone:
-    """Another scheduler's from here on, and with it these requests, which wait: nothing more of them is decided here."""
+    """Another scheduler's from here on."""
 
-    executor: str
-    request_ids: tuple[str, ...] = ()
+    executor: ExecutorDescription
+
+
+@dataclass(frozen=True, slots=True)
+class KnownExecutor:
+    """An executor of any scheduler of the database; `elsewhere`: another one has it connected."""
+
+    description: ExecutorDescription
+    elsewhere: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorsKnown:
+    """All executors that schedulers of the database drive or wait for, those here among them, if they were ever connected."""
+
+    executors: tuple[KnownExecutor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """These requests, which wait, are another scheduler's from here on: nothing more of them is decided here."""
+
+    request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +364,8 @@ Event = (
     | ExecutorUndrained
     | ExecutorsAwaited
     | ExecutorGone
+    | ExecutorsKnown
+    | HandedOver
     | QueuePaused
     | QueueResumed
     | QuotasChanged

@@ -5,6 +5,8 @@ Must not know: the plan being made, the order of the queue.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tokenmill_scheduler.core.admission import Admission
 from tokenmill_scheduler.core.backlog import most_tokens
 from tokenmill_scheduler.core.executor import ExecutorState
@@ -22,16 +24,22 @@ class Room:
         self._watermark = watermark
 
     def can_be_held(self, live: LiveRequest) -> bool:
-        """Whether any executor of its model can hold it alone, with the choices that wait with it.
+        """Whether any executor of its model can hold it alone, with the choices that wait with it, at any scheduler.
 
         Lost ones among them, which may be back; one that has not been here yet may be large enough, for all that is known.
         """
-        return bool(self._roster.awaited or self.holders(live))
+        return bool(self._roster.awaited or self.holders(live) or self.known_holders(live))
 
     def holders(self, live: LiveRequest) -> list[ExecutorState]:
         """The executors of its model, lost ones among them, that can hold it, with the choices that wait with it."""
-        model = live.request.model
-        return [e for e in self._roster.executors.values() if e.description.model == model and _can_hold(e, live)]
+        return self._holders(self._roster.executors.values(), live)
+
+    def known_holders(self, live: LiveRequest) -> list[ExecutorState]:
+        """As `holders`, of those of all schedulers of the database."""
+        return self._holders(self._roster.known.values(), live)
+
+    def _holders(self, executors: Iterable[ExecutorState], live: LiveRequest) -> list[ExecutorState]:
+        return [e for e in executors if e.description.model == live.request.model and _can_hold(e, live)]
 
     def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
         """Of a prompt of so many tokens, the most that can ever run at once; None while no executor of the model is known."""

@@ -23,7 +23,8 @@ from tokenmill_scheduler.core.sequence import Sequence
 class Roster:
     """`effects` gathers what the event being handled has led to, in order.
 
-    `awaited` has the addresses of executors that are to come, of which nobody knows yet what they can hold.
+    `awaited` has the addresses of executors that are to come, of which nobody knows yet what they can hold, the latest of them
+    since `awaited_s`. `known` has those of all schedulers of the database, joined where another drives them now.
     `paused` says why the queue is, empty when it is not; `drained` says why for each executor that is, also one that is not there.
     """
 
@@ -42,6 +43,8 @@ class Roster:
         # Of the event being handled.
         self.now_s = 0.0
         self.awaited: tuple[str, ...] = ()
+        self.awaited_s = float("-inf")
+        self.known: dict[str, ExecutorState] = {}
         self.paused = ""
         self.drained: dict[str, str] = {}
         self._last_ordinal = 0
@@ -138,12 +141,13 @@ class Roster:
             unbind(sequence)
 
     def lose(self, executor: ExecutorState, now_s: float, reason: str) -> None:
-        """An executor is gone: what ran on it is queued again, and what was leaving it has left."""
+        """An executor is lost: what ran on it is queued again, and what was leaving it has left."""
         for sequence in executor.lose():
             self.quotas.freed(sequence.sequence_id, now_s)
             if sequence.live is not None and sequence.live.state not in QUEUED:
                 self._back_to_queue(sequence, now_s, Preemption.EXECUTOR_LOST, reason)
             unbind(sequence)
+        executor.lost_s = now_s
 
     def drain(self, executor: ExecutorState, now_s: float, reason: str) -> None:
         """What runs on an executor is queued again, but for what ends with the plans that are out."""

@@ -24,16 +24,21 @@ from tokenmill_scheduler.core.planner import Planner
 from tokenmill_scheduler.core.policy import policy_named
 from tokenmill_scheduler.core.prediction import Prediction
 from tokenmill_scheduler.core.records import (
+    Blocks,
     Cancelled,
     Effect,
     Event,
+    ExecutorDescription,
     ExecutorDrained,
     ExecutorGone,
     ExecutorJoined,
     ExecutorLost,
     ExecutorsAwaited,
+    ExecutorsKnown,
     ExecutorUndrained,
     Expired,
+    HandedOver,
+    KnownExecutor,
     PlanDue,
     PlanIssued,
     PolicyChanged,
@@ -50,6 +55,7 @@ from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, Lane
 from tokenmill_scheduler.core.results import apply_result
 from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
+from tokenmill_scheduler.core.strays import Strays
 from tokenmill_scheduler.core.waiting import WaitReason, WaitReasons
 from tokenmill_scheduler.core.warden import Warden
 
@@ -103,6 +109,7 @@ class Scheduler:
         self._warden = Warden(self._roster, config.overload)
         admission = admission_named(config.admission, prediction.lengths)
         self._room = Room(self._roster, admission, config.watermark)
+        self._strays = Strays(self._roster, self._room)
         self._reasons = WaitReasons(self._roster, self._batching, self._room, self._warden)
         self._planner = Planner(self._roster, self._batching, self._room, self._warden, config.max_overtakes)
 
@@ -133,9 +140,14 @@ class Scheduler:
             case ExecutorUndrained():
                 self._roster.drained.pop(event.executor, None)
             case ExecutorsAwaited():
-                self._roster.awaited = event.addresses
+                self._executors_awaited(event, now_s)
             case ExecutorGone():
-                self._executor_gone(event, now_s)
+                self._executor_gone(event)
+            case ExecutorsKnown():
+                self._roster.known = {other.description.name: self._known(other) for other in event.executors}
+            case HandedOver():
+                for request_id in event.request_ids:
+                    self._roster.give_away(self._roster.requests[request_id], now_s)
             case QueuePaused():
                 self._roster.paused = event.why
             case QueueResumed():
@@ -206,12 +218,15 @@ class Scheduler:
                 quarantine.survived(self._roster, known.name, known.epoch)
             else:
                 self._lose(known, now_s, "executor joined anew")
+        executor = self._executor(description, event.blocks, event.epoch)
+        executor.mirror.apply((), event.stored)
+        self._roster.executors[description.name] = executor
+
+    def _executor(self, description: ExecutorDescription, blocks: Blocks, epoch: int = 0) -> ExecutorState:
         tokens = min(self.config.max_num_batched_tokens, description.max_num_batched_tokens)
         # Every decode is in every plan, so a step has to have a token for each slot.
         seqs = min(self.config.max_num_seqs, description.max_num_seqs, tokens)
-        executor = ExecutorState(description, event.epoch, event.blocks, seqs, tokens)
-        executor.mirror.apply((), event.stored)
-        self._roster.executors[description.name] = executor
+        return ExecutorState(description, epoch, blocks, seqs, tokens)
 
     def _executor_lost(self, event: ExecutorLost, now_s: float) -> None:
         executor = self._roster.executors.get(event.executor)
@@ -233,10 +248,19 @@ class Scheduler:
         if executor is not None:
             self._roster.drain(executor, now_s, f"executor drained {event.why}")
 
-    def _executor_gone(self, event: ExecutorGone, now_s: float) -> None:
-        for request_id in event.request_ids:
-            self._roster.give_away(self._roster.requests[request_id], now_s)
-        self._roster.executors.pop(event.executor, None)
+    def _executors_awaited(self, event: ExecutorsAwaited, now_s: float) -> None:
+        if not set(event.addresses) <= set(self._roster.awaited):
+            self._roster.awaited_s = now_s
+        self._roster.awaited = event.addresses
+
+    def _executor_gone(self, event: ExecutorGone) -> None:
+        self._roster.executors.pop(event.executor.name, None)
+        self._roster.known[event.executor.name] = self._known(KnownExecutor(event.executor, elsewhere=True))
+
+    def _known(self, executor: KnownExecutor) -> ExecutorState:
+        state = self._executor(executor.description, Blocks(0, 0, 0))
+        state.joined = executor.elsewhere
+        return state
 
     def _policy_changed(self, event: PolicyChanged) -> None:
         policy = policy_named(event.policy, self._roster.prediction.remaining)
@@ -277,18 +301,9 @@ class Scheduler:
         sequence = known.sequence(sequence_id) if known is not None else None
         return sequence.live.request_id if sequence is not None and sequence.live is not None else None
 
-    def only_for(self, executor: str) -> tuple[str, ...]:
-        """Waiting requests that of all executors here, lost ones among them, this one alone can hold.
-
-        When it is not known here: those that none can hold, unless others are awaited.
-        """
-        known = self._roster.executors.get(executor)
-        alone = [] if known is None else [known]
-        if known is None and len(self._roster.awaited) > 1:
-            return ()
-        waiting = [live for queue in self._roster.queues.values() for live in queue]
-        only = [live for live in waiting if live.sequence is None and self._room.holders(live) == alone]
-        return tuple([choice.request_id for live in only for choice in live.gang or (live,)])
+    def strays(self, patience_s: float) -> dict[str, tuple[str, ...]]:
+        """Waiting requests that executors of other schedulers can run and none here can, by executor (see `strays.py`)."""
+        return self._strays.find(patience_s)
 
     def next_wakeup_s(self) -> float | None:
         """When to hand in a Tick, and ask for plans, although nothing has happened: a deadline, the start of a static batch, a

@@ -116,6 +116,8 @@ class WaitReasons:
         words = "it needs a larger executor"
         if lost:
             words += f": {' or '.join(lost)}, which is lost"
+        elif known := [executor.name for executor in self._room.known_holders(live)]:
+            words += f": {' or '.join(known)}, which is not here"
         elif self._roster.awaited:
             words += f": maybe that at {' or '.join(self._roster.awaited)}, which has not been here yet"
         return WaitReason(WaitCode.NEEDS_LARGER_EXECUTOR, words)

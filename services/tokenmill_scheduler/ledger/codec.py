@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
-from tokenmill_scheduler.core.records import TokenLogprobs
+from tokenmill_scheduler.core.records import BlockGroup, ExecutorDescription, TokenLogprobs
 from tokenmill_scheduler.core.request import Request, Sampling
 
 _LOGPROB = struct.Struct("<dI")
@@ -20,6 +20,7 @@ _ALTERNATIVE = struct.Struct("<Id")
 # Of requests for several choices; requests stored by earlier releases have none.
 _GROUP_FIELDS = ("n", "best_of", "logprobs_hidden")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
+_DESCRIPTION_FIELDS = frozenset(field.name for field in fields(ExecutorDescription))
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -70,6 +71,16 @@ def unpack_parameters(parameters: str) -> dict[str, Any]:
     sampling["logit_bias"] = tuple((token_id, bias) for token_id, bias in sampling["logit_bias"])
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
     return {**values, "sampling": Sampling(**sampling), "stop": tuple(values["stop"])}
+
+
+def pack_description(description: ExecutorDescription) -> str:
+    return json.dumps(asdict(description), separators=(",", ":"))
+
+
+def unpack_description(text: str) -> ExecutorDescription:
+    """Fields that only another release knows are passed over."""
+    values = {name: value for name, value in json.loads(text).items() if name in _DESCRIPTION_FIELDS}
+    return ExecutorDescription(**{**values, "block_groups": tuple([BlockGroup(**group) for group in values["block_groups"]])})
 
 
 def clean(line: str) -> str:

@@ -13,8 +13,9 @@ from importlib import import_module
 
 from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, delete, insert, literal_column, or_, select, update
 
-from tokenmill_scheduler.core.records import MAX_EPOCH
+from tokenmill_scheduler.core.records import MAX_EPOCH, ExecutorDescription, KnownExecutor
 from tokenmill_scheduler.ledger import queries
+from tokenmill_scheduler.ledger.codec import pack_description, unpack_description
 from tokenmill_scheduler.ledger.port import EpochsUsedUp, Estate, ExecutorTaken, Lease, LeaseLost, LeaseStatus
 from tokenmill_scheduler.ledger.tables import commands, commits, executors, leases, requests
 
@@ -61,7 +62,7 @@ def statuses(connection: Connection) -> tuple[LeaseStatus, ...]:
     )
 
 
-def take_over(connection: Connection, lease: Lease, fallen: Sequence[int]) -> Estate:
+def take_over(connection: Connection, lease: Lease, fallen: Sequence[int], told: Sequence[str]) -> Estate:
     """Waits for writes of the fallen that are under way, and no later one finds its lease."""
     hold(connection, lease)
     ending = delete(leases).where(leases.c.number.in_(fallen), leases.c.number != lease.number)
@@ -69,7 +70,10 @@ def take_over(connection: Connection, lease: Lease, fallen: Sequence[int]) -> Es
     numbers = [number for number, _ in ended]
     former = [number for number, scheduler in ended if scheduler == lease.scheduler]
     connection.execute(delete(commands).where(commands.c.lease.in_(numbers)))
-    connection.execute(update(executors).values(lease=None).where(executors.c.lease.in_(former), executors.c.inherited == 0))
+    connection.execute(update(executors).values(connected=0).where(executors.c.lease.in_(numbers)))
+    own = (executors.c.lease.in_(former), executors.c.inherited == 0)
+    connection.execute(update(executors).values(lease=lease.number).where(*own, executors.c.address.in_(told)))
+    connection.execute(update(executors).values(lease=None).where(*own))
     inherit = update(executors).values(lease=lease.number, inherited=1).where(executors.c.lease.in_(numbers))
     inherited = connection.execute(inherit.returning(executors.c.executor, executors.c.address)).all()
     theirs = or_(requests.c.lease.in_(numbers), requests.c.lease.is_(None))
@@ -90,7 +94,7 @@ def claim_executor(connection: Connection, lease: Lease, executor: str, address:
     row = connection.execute(driver.where(executors.c.executor == executor)).first()
     if row is not None and row.number != lease.number and (inherited or not row.inherited):
         raise ExecutorTaken(f"scheduler {row.scheduler} drives executor {executor}")
-    values = {"address": address, "lease": lease.number, "inherited": int(inherited)}
+    values = {"address": address, "lease": lease.number, "inherited": int(inherited), "connected": 0}
     connection.execute(update(executors).values(values).where(executors.c.executor == executor))
     return epoch
 
@@ -100,10 +104,26 @@ def has_executor(connection: Connection, lease: Lease, executor: str) -> bool:
     return bool(driver == lease.number)
 
 
+def tell_executors(connection: Connection, lease: Lease, connected: Sequence[ExecutorDescription]) -> None:
+    own = executors.c.lease == lease.number
+    names = [description.name for description in connected]
+    connection.execute(update(executors).values(connected=0).where(own, executors.c.executor.not_in(names)))
+    for description in connected:
+        values = {"connected": 1, "description": pack_description(description)}
+        connection.execute(update(executors).values(values).where(own, executors.c.executor == description.name))
+
+
+def known_executors(connection: Connection, lease: Lease) -> tuple[KnownExecutor, ...]:
+    driven = select(executors).join(leases, leases.c.number == executors.c.lease)
+    rows = connection.execute(driven.where(executors.c.description != "").order_by(executors.c.executor))
+    return tuple(KnownExecutor(unpack_description(r.description), bool(r.connected) and r.lease != lease.number) for r in rows)
+
+
 def _next_epoch(connection: Connection, executor: str, at_least: int) -> int:
     """Holds the executor's row until the transaction ends."""
     following = executors.c.epoch + 1
-    values = {"executor": executor, "epoch": max(1, at_least), "address": "", "inherited": 0}
+    new = {"address": "", "inherited": 0, "connected": 0, "description": ""}
+    values = {"executor": executor, "epoch": max(1, at_least), **new}
     # ON CONFLICT is in each dialect's own insert; the other one's module is not needed.
     statement = import_module(f"sqlalchemy.dialects.{connection.dialect.name}").insert(executors).values(values)
     epoch = connection.scalar(

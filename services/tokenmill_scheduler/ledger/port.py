@@ -11,7 +11,14 @@ from enum import StrEnum
 from typing import Protocol
 
 from tokenmill_scheduler.core.choices import further_choices
-from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
+from tokenmill_scheduler.core.records import (
+    ExecutorDescription,
+    KnownExecutor,
+    TokenLogprobs,
+    TokensGenerated,
+    Transitioned,
+    Updated,
+)
 from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 
 
@@ -280,7 +287,7 @@ class Ledger(Protocol):
     def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         """Writes all records in one transaction, durable on return, and answers for each.
 
-        Requests that are submitted or moved are from then on those of `lease`.
+        Requests that are submitted are those of `lease`, and it moves no other's: that gives LedgerConflict.
         A Submission that exists already gives JOINED or CONFLICT and does not disturb the others.
         Raises LedgerUnavailable (the same call may be repeated, and under a lease never writes twice), LedgerConflict (nothing
         written), or LeaseLost when `lease` no longer holds (nothing written).
@@ -323,11 +330,12 @@ class Ledger(Protocol):
     def leases(self) -> tuple[LeaseStatus, ...]:
         """In order of their numbers."""
 
-    def take_over(self, lease: Lease, fallen: Sequence[int]) -> Estate:
+    def take_over(self, lease: Lease, fallen: Sequence[int], told: Sequence[str] = ()) -> Estate:
         """Ends these leases, whether or not they have run out, and makes what they held that of `lease`, durable on return.
 
-        Requests that no lease ever held come along. Executors of a fallen scheduler of the same name are left free, unless it
-        had inherited them: the new one drives those it is told to. A lease that another has ended meanwhile is passed over.
+        Requests that no lease ever held come along. Of the executors that a fallen scheduler of the same name was told of, the new
+        one keeps those at the addresses that it is `told`; the others are left free. A lease that another has ended meanwhile is
+        passed over.
         Raises LedgerConflict when it cannot tell whether it was carried out.
         """
 
@@ -340,6 +348,12 @@ class Ledger(Protocol):
         """
 
     def has_executor(self, lease: Lease, executor: str) -> bool: ...
+
+    def tell_executors(self, lease: Lease, connected: Sequence[ExecutorDescription]) -> None:
+        """Of the executors of this lease these are connected, and can hold so much. Those that are another's are passed over."""
+
+    def known_executors(self, lease: Lease) -> tuple[KnownExecutor, ...]:
+        """Those of all leases that were ever connected, by name; `elsewhere` are those that another has connected."""
 
     # ---- commands from one scheduler to another ----
 

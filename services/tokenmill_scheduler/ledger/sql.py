@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
+from tokenmill_scheduler.core.records import ExecutorDescription, KnownExecutor
 from tokenmill_scheduler.ledger import actions as action_rows
 from tokenmill_scheduler.ledger import commands as command_rows
 from tokenmill_scheduler.ledger import commits, queries, store
@@ -136,10 +137,10 @@ class SqlLedger:
         with self._read() as connection:
             return lease_rows.statuses(connection)
 
-    def take_over(self, lease: Lease, fallen: Sequence[int]) -> Estate:
+    def take_over(self, lease: Lease, fallen: Sequence[int], told: Sequence[str] = ()) -> Estate:
         with self._turn, driver_errors(), self._engines.write.connect() as connection:
             transaction = connection.begin()
-            estate = lease_rows.take_over(connection, lease, fallen)
+            estate = lease_rows.take_over(connection, lease, fallen, told)
             try:
                 transaction.commit()
             except DBAPIError as error:
@@ -153,6 +154,14 @@ class SqlLedger:
     def has_executor(self, lease: Lease, executor: str) -> bool:
         with self._read() as connection:
             return lease_rows.has_executor(connection, lease, executor)
+
+    def tell_executors(self, lease: Lease, connected: Sequence[ExecutorDescription]) -> None:
+        with self._change() as connection:
+            lease_rows.tell_executors(connection, lease, connected)
+
+    def known_executors(self, lease: Lease) -> tuple[KnownExecutor, ...]:
+        with self._read() as connection:
+            return lease_rows.known_executors(connection, lease)
 
     def send(self, commands: Sequence[Command]) -> tuple[int, ...]:
         with self._change() as connection:

@@ -20,6 +20,7 @@ from sqlalchemy import (
     func,
     insert,
     literal_column,
+    or_,
     select,
     update,
 )
@@ -158,7 +159,8 @@ def _update_requests(v: Columns) -> Update:
 
 
 def _change_states(v: Columns) -> Update:
-    """All moves of a request in one: it must be in the state that the first of them leaves."""
+    """All moves of a request in one: it must be in the state that the first of them leaves, and no other scheduler's."""
+    own = or_(v["lease"].is_(None), requests.c.lease.is_(None), requests.c.lease == v["lease"])
     return (
         update(requests)
         .values(
@@ -172,5 +174,5 @@ def _change_states(v: Columns) -> Update:
             error_code=v["error_code"],
             lease=func.coalesce(v["lease"], requests.c.lease),
         )
-        .where(requests.c.request_id == v["request_id"], requests.c.state == v["before_state"])
+        .where(requests.c.request_id == v["request_id"], requests.c.state == v["before_state"], own)
     )

@@ -36,7 +36,7 @@ Row = tuple[Any, ...]
 def write(connection: Connection, statements: Statements, records: Sequence[Record], lease: int | None) -> list[Outcome]:
     """Answers for each record. Submissions first: the other records of the batch may be about them.
 
-    Requests that are submitted or moved become those of `lease`.
+    Requests that are submitted become those of `lease`.
     """
     batch = fold(records)
     outcomes = _submit(connection, statements, batch.submissions, lease)

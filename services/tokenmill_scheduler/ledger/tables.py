@@ -135,6 +135,10 @@ executors = Table(
     Column("lease", BigInteger),
     # 1: that scheduler took it over from a fallen one and was not told of it itself.
     Column("inherited", Integer, nullable=False),
+    # 1: that scheduler has it connected, as it last said; 0: it waits for it.
+    Column("connected", Integer, nullable=False),
+    # JSON: what it can hold, as it last said; empty before it was first connected.
+    Column("description", Text, nullable=False),
 )
 
 # One row for each scheduler process that may write. The number, never used again, is its fencing number: whoever takes over deletes

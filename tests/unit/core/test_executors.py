@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_scheduler.core.records import (
+    ExecutorDescription,
     ExecutorGone,
     ExecutorJoined,
     ExecutorLost,
     ExecutorsAwaited,
+    ExecutorsKnown,
+    HandedOver,
+    KnownExecutor,
     PlanDue,
     Result,
     ResultArrived,
@@ -183,30 +187,84 @@ def test_a_request_too_long_for_who_is_there_waits_for_those_that_have_not_been_
     assert (world.state("r1"), world.state("r2")) == (State.FAILED, State.DONE)
 
 
-def test_what_only_an_executor_that_another_scheduler_has_now_can_hold_goes_with_it() -> None:
-    world = World(None, description("x", num_blocks=4), description("y", num_blocks=16))
+def known(*executors: ExecutorDescription, elsewhere: bool = True) -> ExecutorsKnown:
+    return ExecutorsKnown(tuple([KnownExecutor(executor, elsewhere) for executor in executors]))
+
+
+def test_what_only_an_executor_that_another_scheduler_has_now_can_hold_goes_with_it_at_once() -> None:
+    y = description("y", num_blocks=16)
+    world = World(None, description("x", num_blocks=4), y)
     world.submit(1, prompt=40)
     world.submit(2)
     world.submit(4, prompt=20, n=2)
     world.turn("y")
-    assert world.core.only_for("y") == ("r4", "r4/1"), "the others run"
+    world.handle(ExecutorGone(description("z")))
+    assert world.core.strays(10) == {}, "y is here"
     world.lose("y", lives=True)
-    going = world.core.only_for("y")
-    assert going == ("r1", "r4", "r4/1")
-    assert world.handle(ExecutorGone("y", going)) == []
-    assert world.core.only_for("y") == ()
+    assert world.core.strays(10) == {}, "y may be back"
+    world.handle(ExecutorGone(y))
+    going = ("r1", "r4", "r4/1")
+    assert world.core.strays(10) == {"z": going}
+    world.handle(known(y))
+    assert world.core.strays(10) == {"y": going}
+    assert world.handle(HandedOver(going)) == []
+    assert world.core.strays(10) == {}
     world.turn("x")
     assert (world.state("r2"), world.core.num_waiting) == (State.DECODE, 0)
 
 
-def test_of_an_executor_that_never_was_here_what_nobody_can_hold_goes_once_no_other_is_awaited() -> None:
+def test_what_waits_for_a_lost_executor_goes_elsewhere_after_a_while() -> None:
+    world = World(None, description("x"))
+    world.lose("x")
+    world.handle(known(description("y")))
+    world.submit(1)
+    world.tick(9)
+    assert world.core.strays(10) == {}
+    world.tick(1)
+    assert world.core.strays(10) == {"y": ("r1",)}
+    world.rejoin("x")
+    assert world.core.strays(10) == {}
+    world.drain_executor("x")
+    assert world.core.strays(10) == {"y": ("r1",)}
+    world.drain_executor("y")
+    assert world.core.strays(10) == {}, "nor is it admitted there"
+
+
+def test_who_waits_for_an_executor_that_has_not_been_here_yet_does_so_for_a_while() -> None:
     world = World(None, description("x", num_blocks=4))
+    world.handle(known(description("y")))
     world.handle(ExecutorsAwaited(("10.0.0.2:7601", "10.0.0.3:7601")))
     world.submit(1, prompt=40)
-    world.submit(2)
-    assert world.core.only_for("y") == ()
+    world.tick(5)
     world.handle(ExecutorsAwaited(("10.0.0.2:7601",)))
-    assert world.core.only_for("y") == ("r1",)
+    assert world.core.strays(10) == {}
+    world.tick(5)
+    assert world.core.strays(10) == {"y": ("r1",)}
+
+
+def test_a_request_too_long_for_all_here_waits_for_another_schedulers_executor_and_fails_when_nobody_has_one() -> None:
+    world = World(None, description("x", num_blocks=4))
+    world.handle(known(description("y"), elsewhere=False))
+    world.submit(1, prompt=40)
+    world.submit(2)
+    world.turn("x")
+    assert (world.state("r1"), world.state("r2")) == (State.WAITING, State.DECODE)
+    assert world.core.wait_reason("r1") == "it needs a larger executor: y, which is not here"
+    assert world.core.strays(10) == {}, "it waits there as well as here"
+    world.handle(known(description("z", num_blocks=5)))
+    world.drain()
+    world.check_idle()
+    assert (world.state("r1"), world.state("r2")) == (State.FAILED, State.DONE)
+
+
+def test_a_request_that_outgrows_its_executor_goes_to_another_schedulers_with_its_tokens() -> None:
+    world = World(None, description("x", num_blocks=4))
+    world.handle(known(description("y")))
+    world.submit(1, prompt=12, max_tokens=20)
+    for _ in range(8):
+        world.turn("x")
+    assert (world.state("r1"), len(world.output("r1"))) == (State.PREEMPTED, 5)
+    assert world.core.strays(10) == {"y": ("r1",)}
 
 
 def test_work_is_shared_between_executors_of_one_model() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection
-from tokenmill_scheduler.core.records import MAX_EPOCH, Transitioned
+from tokenmill_scheduler.core.records import MAX_EPOCH, BlockGroup, ExecutorDescription, Transitioned
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import commits, leases, store
 from tokenmill_scheduler.ledger.engine import driver_errors
@@ -20,6 +20,7 @@ from tokenmill_scheduler.ledger.port import (
     Lease,
     LeaseLost,
     Ledger,
+    LedgerConflict,
     LedgerUnavailable,
     Outcome,
     Verb,
@@ -27,6 +28,7 @@ from tokenmill_scheduler.ledger.port import (
 from tokenmill_scheduler.ledger.sql import open_ledger
 
 from tests.fakes.ledger_records import decode, prefill, run_to_decode, run_to_end, submission, tokens
+from tests.simulation.world import description
 
 LONG_S = 3600.0
 
@@ -87,13 +89,15 @@ def test_requests_belong_to_the_lease_that_wrote_them_until_another_takes_over(l
     assert ledger.take_over(mine, [theirs.number]).requests == (), "once"
 
 
-def test_whoever_moves_a_request_has_it(ledger: Ledger) -> None:
+def test_a_scheduler_moves_no_others_requests(ledger: Ledger) -> None:
     one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", LONG_S)
     ledger.write([submission()], one)
-    ledger.write([prefill()], other)
+    with pytest.raises(LedgerConflict):
+        ledger.write([prefill()], other)
     stored = ledger.find("a")
     assert stored is not None
-    assert stored.scheduler == "s2"
+    assert (stored.state, stored.scheduler) == (State.WAITING, "s1")
+    ledger.write([prefill()], one)
 
 
 def test_after_the_highest_epoch_there_is_none(ledger: Ledger) -> None:
@@ -144,6 +148,46 @@ def test_a_scheduler_come_again_drives_what_it_is_told_to_and_what_it_had_inheri
     again = ledger.take_lease("s2", LONG_S)
     assert ledger.take_over(again, [former.number]).executors == (("inherited", "there"),)
     assert not ledger.has_executor(again, "told")
+
+
+def test_a_scheduler_come_again_keeps_the_executors_that_it_is_told_of_again(ledger: Ledger) -> None:
+    former, other = ledger.take_lease("s1", 0), ledger.take_lease("s2", LONG_S)
+    for executor in ("again", "dropped"):
+        ledger.claim_executor(former, executor, f"at {executor}", inherited=False, at_least=0)
+    back = ledger.take_lease("s1", LONG_S)
+    assert ledger.take_over(back, [former.number], ["at again"]).executors == ()
+    assert (ledger.has_executor(back, "again"), ledger.has_executor(back, "dropped")) == (True, False)
+    with pytest.raises(ExecutorTaken, match="scheduler s1 drives executor again"):
+        ledger.claim_executor(other, "again", "at again", inherited=False, at_least=0)
+    assert ledger.claim_executor(other, "dropped", "at dropped", inherited=False, at_least=0) == 2
+
+
+def test_schedulers_know_what_each_others_executors_can_hold_and_which_are_connected(ledger: Ledger) -> None:
+    one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", LONG_S)
+    groups = (BlockGroup(), BlockGroup(sliding_window=8, sinks=2))
+    small, large = description("small"), description("large", num_blocks=999, groups=groups)
+    for executor in ("large", "new", "small"):
+        ledger.claim_executor(one, executor, "here", inherited=False, at_least=0)
+    assert ledger.known_executors(other) == (), "nobody has said what they can hold"
+    ledger.tell_executors(one, [small, large])
+    ledger.tell_executors(other, [description("new")])
+    assert [executor.elsewhere for executor in ledger.known_executors(one)] == [False, False], "they are its own"
+
+    def known() -> list[tuple[ExecutorDescription, bool]]:
+        return [(executor.description, executor.elsewhere) for executor in ledger.known_executors(other)]
+
+    assert known() == [(large, True), (small, True)]
+    ledger.tell_executors(one, [small])
+    assert known() == [(large, False), (small, True)]
+    ledger.claim_executor(one, "small", "here", inherited=False, at_least=0)
+    assert known() == [(large, False), (small, False)], "it is being connected anew"
+    ledger.tell_executors(one, [small])
+    ledger.take_over(other, [one.number])
+    third = ledger.take_lease("s3", LONG_S)
+    assert known() == [(large, False), (small, False)]
+    ledger.tell_executors(other, [large])
+    assert known() == [(large, False), (small, False)]
+    assert [executor.elsewhere for executor in ledger.known_executors(third)] == [True, False]
 
 
 def test_commands_reach_the_scheduler_they_are_for(ledger: Ledger) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+from tokenmill_scheduler.core.records import ExecutorsAwaited, Tick
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.desk import Chunk, Ended, Unavailable
+from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.ledger.port import Lease
 
 from tests.fakes.calls import eventually
 from tests.fakes.memory_ledger import MemoryLedger
-from tests.fakes.shell import Shell, output_of, read_all, request, settle
+from tests.fakes.shell import PlayedExecutor, Shell, output_of, read_all, request, settle
 
 
 def start(ledger: MemoryLedger, name: str) -> tuple[Shell, Lease]:
@@ -36,6 +39,18 @@ async def lose(shell: Shell) -> None:
     await settle()
 
 
+def gone(shell: Shell) -> None:
+    """It is found that another scheduler drives the executor."""
+    shell.service.handovers.executor_gone(shell.executor.facts.description)
+
+
+async def drives(shell: Shell, lease: Lease, epoch: int = 1) -> None:
+    """The executor is claimed, joins, and the other schedulers are told."""
+    shell.ledger.claim_executor(lease, "played", "here", inherited=False, at_least=epoch)
+    await shell.join(epoch)
+    await shell.service.handovers.look()
+
+
 async def test_what_only_an_executor_given_away_can_run_goes_on_at_its_new_driver() -> None:
     ledger = MemoryLedger()
     (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
@@ -47,7 +62,7 @@ async def test_what_only_an_executor_given_away_can_run_goes_on_at_its_new_drive
         await mine.step()
     await lose(mine)
     ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
-    mine.service.handovers.give("played")
+    gone(mine)
     await settle()
     assert len(mine.loop.live) == len(mine.loop.live.attended) == 0
     assert mine.loop.load().num_requests_waiting == sum(lane.waiting for lane in mine.loop.load().lanes) == 0
@@ -76,7 +91,7 @@ async def test_where_nobody_drives_the_executor_any_more_its_requests_stay_and_g
     await mine.submit(request("a", max_tokens=6))
     await mine.step()
     await lose(mine)
-    mine.service.handovers.give("played")
+    gone(mine)
 
     async def is_back() -> bool:
         return mine.loop.live.runs("a") and mine.loop.why_waits("a") is not None
@@ -88,3 +103,119 @@ async def test_where_nobody_drives_the_executor_any_more_its_requests_stay_and_g
     items = [item async for item in attachment.chunks]
     tokens = tuple(token for item in items if isinstance(item, Chunk) for token in item.token_ids)
     assert tokens == output_of(request("a", max_tokens=6))
+
+
+async def test_a_request_that_becomes_durable_after_its_only_executor_has_gone_goes_after_it() -> None:
+    ledger = MemoryLedger()
+    (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await mine.join()
+    mine.writer.hold = True
+    submitting = asyncio.create_task(mine.service.submit(request("a"), b"d"))
+    await settle()
+    await lose(mine)
+    await drives(other, lease, epoch=2)
+    gone(mine)
+    mine.writer.hold = False
+    mine.writer.commit()
+    await submitting
+    await mine.service.handovers.look()
+    await settle()
+    await obey(other, lease)
+    await other.run_out()
+    stored = ledger.find("a")
+    assert stored is not None
+    assert (stored.state, stored.lease) == (State.DONE, lease.number)
+    assert len(mine.loop.live) == 0
+
+
+async def test_a_request_on_its_way_to_another_scheduler_is_changed_and_read_by_nobody_until_it_is_there() -> None:
+    ledger = MemoryLedger()
+    (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await mine.join()
+    await mine.submit(request("a", n=2, best_of=2))
+    await lose(mine)
+    await drives(other, lease, epoch=2)
+    mine.writer.hold = True
+    gone(mine)
+    for refused in (mine.service.cancel("a", ""), mine.service.update("a", 3, None), mine.service.attach("a/1", 0)):
+        with pytest.raises(Unavailable, match="changing hands"):
+            await refused
+    assert (await mine.service.status("a")).stored.state is State.PREEMPTED
+    mine.writer.hold = False
+    mine.writer.commit()
+    await settle()
+    await obey(other, lease)
+    assert (await other.service.cancel("a", "")).state is State.CANCELLED
+
+
+async def test_a_cancel_that_comes_from_elsewhere_while_a_request_leaves_is_not_answered_before_it_has_left() -> None:
+    ledger = MemoryLedger()
+    (mine, my_lease), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await mine.join()
+    await mine.submit(request("a"))
+    await lose(mine)
+    await drives(other, lease, epoch=2)
+    mine.writer.hold = True
+    gone(mine)
+    asking, sending = (asyncio.create_task(work) for work in (other.service.cancel("a", ""), other.service.relay.send()))
+
+    async def is_asked() -> bool:
+        return bool(ledger.received(my_lease))
+
+    await eventually(is_asked)
+    obeying = asyncio.create_task(obey(mine, my_lease))
+    await settle()
+    assert not obeying.done()
+    mine.writer.hold = False
+    mine.writer.commit()
+    await obeying
+    with pytest.raises(Unavailable, match="changing hands"):
+        await asking
+    sending.cancel()
+    await obey(other, lease)
+    assert (await other.service.cancel("a", "")).state is State.CANCELLED
+
+
+async def test_a_request_of_a_scheduler_without_executors_goes_to_one_that_has_some() -> None:
+    """It lost its own for good; what it has accepted since waits for it as long as it is patient."""
+    ledger = MemoryLedger()
+    (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await mine.join()
+    await lose(mine)
+    await mine.submit(request("a"))
+    other.executor = PlayedExecutor("another")
+    ledger.claim_executor(lease, "another", "there", inherited=False, at_least=0)
+    other.loop.joined(other.executor.drive())
+    await other.service.handovers.look()
+    for waited_s, its_scheduler in ((PATIENCE_S - 0.1, "mine"), (0.1, "other")):
+        mine.clock.now_s += waited_s
+        mine.loop.handle(Tick())
+        await mine.service.handovers.look()
+        await settle()
+        stored = ledger.find("a")
+        assert stored is not None
+        assert stored.scheduler == its_scheduler
+    await obey(other, lease)
+    for _ in range(4):
+        other.loop.answered(other.loop.drives["another"], other.executor.answer())
+        await settle()
+    assert (await mine.service.status("a")).stored.state is State.DONE
+
+
+async def test_a_long_request_is_not_failed_while_another_scheduler_has_an_executor_for_it() -> None:
+    """Of two executors that it awaited, the large one turns out to be another scheduler's before the small one has joined."""
+    ledger = MemoryLedger()
+    (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await drives(other, lease)
+    mine.executor = PlayedExecutor("small", total_blocks=2)
+    mine.loop.handle(ExecutorsAwaited(("large:1", "small:1")))
+    await mine.submit(replace(request("long"), prompt=tuple(range(20))))
+    mine.service.handovers.executor_gone(other.executor.facts.description)
+    mine.loop.handle(ExecutorsAwaited(("small:1",)))
+    mine.loop.joined(mine.executor.drive())
+    mine.loop.handle(ExecutorsAwaited(()))
+    await mine.service.handovers.look()
+    await settle()
+    stored = ledger.find("long")
+    assert stored is not None
+    assert (stored.state, stored.scheduler) == (State.WAITING, "other")

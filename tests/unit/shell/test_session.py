@@ -277,11 +277,11 @@ class Owner:
 
     def unclaim(self, link: ExecutorLink) -> None: ...
 
-    async def next_epoch(self, link: ExecutorLink, name: str, at_least: int) -> int:
+    async def next_epoch(self, link: ExecutorLink, facts: ExecutorFacts) -> int:
         if self.taken:
             self._tell("taken")
             raise ExecutorTaken("another drives it")
-        self.epoch = max(self.epoch + 1, at_least)
+        self.epoch = max(self.epoch + 1, facts.epoch + 1)
         return self.epoch
 
     def knows_tokenizer(self, digest: str) -> bool:
