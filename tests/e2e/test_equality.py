@@ -55,6 +55,8 @@ async def preemptions(address: str) -> int:
         return (await client.admin.get_load()).preemptions
 
 
+# A busy machine takes minutes for the service's part, and as long again for transformers to read the file.
+@pytest.mark.timeout(900)
 async def test_24_prompts_in_chunks_with_preemptions_on_smollm2(processes: Processes) -> None:
     # 16 tokens a step for up to 12 sequences: every prompt is computed in chunks. 12 sequences grow to more blocks than 48.
     executor = processes.executor(
