@@ -12,7 +12,7 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kChunksPerThread = 32;                    // the last chunk of a job is what others may wait for
+constexpr int kShare = 2;  // a chunk is this part of what would be a thread's even share of the tasks left
 constexpr auto kSpin = std::chrono::microseconds(100);  // longer than from one job of a step to the next
 
 // Polls for a short while. Returns whether it became true.
@@ -50,16 +50,15 @@ class Pool {
     }
 
     void run(int threads, int tasks, Team::Call call, const void* context) {
-        const int chunks = std::min(tasks, threads * kChunksPerThread);
-        job_ = {call, context, tasks, chunks};
+        job_ = {call, context, tasks};
         done_by_others_.store(0);
-        open_.store(uint64_t(threads) << 32 | uint64_t(chunks));
+        open_.store(uint64_t(threads) << 32 | uint64_t(tasks));
         if (sleeping_.load() && sleeping_.exchange(0)) {
             wake_ups_.fetch_add(1);
             wake_ups_.notify_all();
         }
-        int left = chunks;
-        while (take(0)) left--;
+        int left = tasks;
+        while (const int taken = take(0)) left -= taken;
         if (!left || spin_until([&] { return done_by_others_.load() == left; })) return;
         // Asleep, the core is free for the thread that is waited for.
         for (int done; (done = done_by_others_.load()) != left;) done_by_others_.wait(done);
@@ -69,19 +68,21 @@ class Pool {
     struct Job {
         Team::Call call;
         const void* context;
-        int tasks, chunks;
+        int tasks;
     };
 
-    // Does one chunk of the job, if there is one and the job is for this worker.
-    bool take(int worker) {
+    // Does one chunk of the job, if there is one and the job is for this worker; returns how many tasks that were. Chunks shrink
+    // with what is left: neighbouring tasks mostly stay together, and the last chunk, which others may wait for, is short.
+    int take(int worker) {
         uint64_t open = open_.load();
+        int count;
         do {
-            if (!is_for(worker, open)) return false;
-        } while (!open_.compare_exchange_weak(open, open - 1));
-        const int chunk = job_.chunks - int(uint32_t(open));
-        const auto bound = [&](int i) { return int(int64_t(job_.tasks) * i / job_.chunks); };
-        job_.call(job_.context, bound(chunk), bound(chunk + 1), worker);
-        return true;
+            if (!is_for(worker, open)) return 0;
+            count = std::max(1, int(uint32_t(open)) / (kShare * int(open >> 32)));
+        } while (!open_.compare_exchange_weak(open, open - uint64_t(count)));
+        const int begin = job_.tasks - int(uint32_t(open));
+        job_.call(job_.context, begin, begin + count, worker);
+        return count;
     }
 
     static bool is_for(int worker, uint64_t open) { return uint32_t(open) && worker < int(open >> 32); }
@@ -89,8 +90,8 @@ class Pool {
     void work(int worker) {
         for (;;) {
             if (spin_until([&] { return is_for(worker, open_.load(std::memory_order_relaxed)); })) {
-                while (take(worker)) {
-                    done_by_others_.fetch_add(1);
+                while (const int taken = take(worker)) {
+                    done_by_others_.fetch_add(taken);
                     done_by_others_.notify_one();
                 }
                 continue;
@@ -104,7 +105,7 @@ class Pool {
 
     Job job_{};
     int workers_ = 0;
-    alignas(64) std::atomic<uint64_t> open_{0};  // threads of the job << 32 | chunks that nobody has taken
+    alignas(64) std::atomic<uint64_t> open_{0};  // threads of the job << 32 | tasks that nobody has taken
     alignas(64) std::atomic<int32_t> done_by_others_{0};
     alignas(64) std::atomic<uint32_t> wake_ups_{0};
     std::atomic<int32_t> sleeping_{0};
