@@ -1,7 +1,8 @@
 // Activations times weight panels, bfloat16, int8 or int4, with the epilogue in registers.
 //
 // A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are
-// read once from memory, which is what decoding costs.
+// read once from memory, which is what decoding costs. A tile that is alone fetches a little ahead; of several, each fetches another
+// part of the next panel, so that reading memory and computing overlap.
 #include "kernels.h"
 #include "tile.h"
 
@@ -10,7 +11,13 @@ namespace {
 
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kRowsAtOnce = 128;  // rows of a task: enough tasks for all threads in a prefill, and a panel is reused 128 times
-constexpr int kAhead = 1024;      // bytes of a panel to fetch ahead
+constexpr int kAhead = 1024;      // bytes to fetch ahead in a panel that is passed over once
+constexpr int kLine = 64;         // bytes of a cache line
+constexpr int kFetches = 2;       // lines that a tile fetches at each step of depth, of at least three: the hardware completes a stream
+
+TM_INLINE void fetch(const void* read, int64_t ahead) {
+    TM_EACH(i, kFetches) _mm_prefetch((const char*)read + ahead + i * kLine, _MM_HINT_T1);
+}
 
 // Writes the first `columns` of a row's 48 results that begin at column `first`.
 TM_INLINE void store_floats(float* to, const Floats (&x)[kVectors], int columns, bool add_to) {
@@ -33,6 +40,17 @@ TM_INLINE void store_silu_mul(bf16* to, const Floats (&x)[kVectors], int columns
     if (whole == all) std::memcpy(to, all, columns / 2 * sizeof(bf16));
 }
 
+// What a tile's rows will be written to comes into the cache while they are computed.
+TM_INLINE void prefetch_outputs(const Output& out, int rows, int row, int panel) {
+    for (int r = row; r < row + rows; r++) {
+        if (out.store == Store::kSiluMul) {
+            prefetch(out.halves + r * out.stride + panel * kPanel / 2);
+        } else {
+            TM_EACH(c, kVectors) prefetch(out.floats + r * out.stride + panel * kPanel + c * kLanes);
+        }
+    }
+}
+
 TM_INLINE void finish_row(const Matrix& w, const Output& out, int row, int panel, Floats (&x)[kVectors]) {
     const int first = panel * kPanel;
     const int columns = w.columns - first < kPanel ? w.columns - first : kPanel;
@@ -51,9 +69,13 @@ struct Bf16Panel {
     const Activations& in;
     const Output& out;
     int panel;
+    int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
+
+    static int64_t bytes(const Matrix& w) { return int64_t(w.depth) * kPanel * sizeof(bf16); }
 
     template <int R>
-    void run(int row) const {
+    void run(int row) {
+        prefetch_outputs(out, R, row, panel);
         const int pairs = w.depth / 2;
         const Pair* a = (const Pair*)in.values + int64_t(row) * pairs;
         const Pair* b = (const Pair*)w.data + int64_t(panel) * pairs * kPanel;
@@ -61,22 +83,27 @@ struct Bf16Panel {
         Tile<R, kVectors>::clear(t);
         for (int k = 0; k < pairs; k++, b += kPanel) {
             const Ints columns[kVectors] = {load_ints(b), load_ints(b + 16), load_ints(b + 32)};
-            TM_EACH(c, kVectors) prefetch((const char*)(b + 16 * c) + kAhead);
+            fetch(b, ahead);
             tile_step(t, a + k, pairs, columns);
         }
         TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
+        ahead += kFetches * kLine;
     }
 };
 
 struct Int8Panel {
-    static constexpr int kMaxRows = 4;
+    static constexpr int kMaxRows = 5;
     const Matrix& w;
     const Activations& in;
     const Output& out;
     int panel;
+    int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
+
+    static int64_t bytes(const Matrix& w) { return int64_t(w.depth) * kPanel; }
 
     template <int R>
-    void run(int row) const {
+    void run(int row) {
+        prefetch_outputs(out, R, row, panel);
         const int quads = w.depth / 4, groups = w.depth / kGroup;
         const Quad* a = (const Quad*)in.quantized + int64_t(row) * quads;
         const Quad* b = (const Quad*)w.data + int64_t(panel) * quads * kPanel;
@@ -93,7 +120,7 @@ struct Int8Panel {
             _Pragma("GCC unroll 2") for (int k = 0; k < kGroup / 4; k++) {
                 const Quad* bk = b + k * kPanel;
                 const Ints columns[kVectors] = {load_ints(bk), load_ints(bk + 16), load_ints(bk + 32)};
-                TM_EACH(c, kVectors) prefetch((const char*)(bk + 16 * c) + kAhead);
+                fetch(bk, ahead);
                 TM_EACH(r, R) {
                     const Ints broadcast = splat_int(a[r * quads + k]);
                     TM_EACH(c, kVectors) sums[r][c] = dot_quads(sums[r][c], columns[c], broadcast);
@@ -108,6 +135,7 @@ struct Int8Panel {
             TM_EACH(c, kVectors) t.at[r][c] = mul(t.at[r][c], load(w.scales + panel * kPanel + c * kLanes));
             finish_row(w, out, row + r, panel, t.at[r]);
         }
+        ahead += kFetches * kLine;
     }
 };
 
@@ -117,9 +145,13 @@ struct Int4Panel {
     const Activations& in;
     const Output& out;
     int panel;
+    int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
+
+    static int64_t bytes(const Matrix& w) { return w.depth / kInt4Group * int64_t(sizeof(Int4Group)); }
 
     template <int R>
-    void run(int row) const {
+    void run(int row) {
+        prefetch_outputs(out, R, row, panel);
         const int quads = w.depth / 4, groups = w.depth / kInt4Group;
         const Quad* a = (const Quad*)in.quantized + int64_t(row) * quads;
         const Int4Group* group = (const Int4Group*)w.data + int64_t(panel) * groups;
@@ -132,7 +164,7 @@ struct Int4Panel {
             TM_EACH(r, R)
                 TM_EACH(c, kVectors) sums[r][c] = splat_int(0);
             TM_EACH(k, 4) {
-                TM_EACH(c, kVectors) prefetch((const char*)(group->codes[k] + 16 * c) + kAhead);
+                fetch(group->codes[k], ahead);
                 const Ints codes[kVectors] = {load_ints(group->codes[k]), load_ints(group->codes[k] + 16), load_ints(group->codes[k] + 32)};
                 TM_EACH(r, R) {
                     const Ints shallow = splat_int(a[r * quads + k]), deep = splat_int(a[r * quads + k + 4]);
@@ -152,6 +184,7 @@ struct Int4Panel {
             }
         }
         TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
+        ahead += kFetches * kLine;
     }
 };
 
@@ -162,7 +195,7 @@ void for_panels(Team& team, const Matrix& w, const Activations& in, int rows, co
     team.each(panels * stretches, [&](int task, int) {
         const int begin = task / panels * kRowsAtOnce;
         const int end = begin + kRowsAtOnce < rows ? begin + kRowsAtOnce : rows;
-        const Panel panel{w, in, out, task % panels};
+        Panel panel{w, in, out, task % panels, end - begin > Panel::kMaxRows ? Panel::bytes(w) : kAhead};
         for_row_tiles<Panel::kMaxRows>(panel, begin, end);
     });
 }

@@ -24,7 +24,7 @@ TM_INLINE void tile_step(Tile<R, C>& t, const Pair* a, int64_t stride, const Int
     }
 }
 
-// Calls f.template run<R>(first row) for as few tiles of at most M rows as cover `rows`.
+// Calls f.template run<R>(first row) for as few tiles of at most M rows as cover them, about equally many each.
 template <int M, typename F>
 TM_INLINE void run_tile(F& f, int rows, int first) {
     if constexpr (M == 1) {
@@ -38,7 +38,11 @@ TM_INLINE void run_tile(F& f, int rows, int first) {
 }
 template <int M, typename F>
 TM_INLINE void for_row_tiles(F& f, int begin, int end) {
-    for (int row = begin; row < end; row += M) run_tile<M>(f, end - row, row);
+    for (int tiles = (end - begin + M - 1) / M; tiles > 0; tiles--) {
+        const int rows = (end - begin + tiles - 1) / tiles;
+        run_tile<M>(f, rows, begin);
+        begin += rows;
+    }
 }
 
 }  // namespace tokenmill
