@@ -25,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = settings_from_process(argv)
         configure_logs(settings.log_format, settings.log_level)
-        log.info("starting")
+        # Not for people: of a start that fails they see its one sentence alone.
+        log.debug("starting")
         with _open(settings) as ledger, new_runner() as runner:
             return runner.run(serve(settings, ledger))
     except SettingsError as error:
