@@ -17,8 +17,10 @@ depends_on = None
 def upgrade() -> None:
     op.add_column("executors", sa.Column("connected", sa.Integer, nullable=False, server_default="0"))
     op.add_column("executors", sa.Column("description", sa.Text, nullable=False, server_default=""))
+    op.add_column("commands", sa.Column("losses", sa.Integer, nullable=False, server_default="0"))
 
 
 def downgrade() -> None:
+    op.drop_column("commands", "losses")
     op.drop_column("executors", "description")
     op.drop_column("executors", "connected")

@@ -9,7 +9,7 @@ it gives it away, guarded in the ledger, so no two ever run it. Must not know: S
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import structlog
@@ -91,21 +91,22 @@ class Handovers:
 
     def _give_strays(self) -> None:
         for executor, request_ids in self._loop.scheduler.strays(self._patience_s).items():
+            losses = tuple([self._loop.scheduler.losses(request_id) for request_id in request_ids])
             self._loop.hand_over(request_ids)
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._under_way.add(done)
-            self._writer.append([Handover(executor, request_ids)], partial(self._handed_over, executor, request_ids, done))
+            handover = Handover(executor, request_ids, losses)
+            self._writer.append([handover], partial(self._handed_over, handover, done))
 
-    def _handed_over(
-        self, executor: str, request_ids: tuple[str, ...], done: asyncio.Future[None], outcomes: list[Outcome]
-    ) -> None:
+    def _handed_over(self, handover: Handover, done: asyncio.Future[None], outcomes: list[Outcome]) -> None:
+        request_ids = handover.request_ids
         self._loop.forget(request_ids, Unavailable("another scheduler has this request now; attach again", RETRY_DELAY_S))
         if outcomes == [Outcome.WRITTEN]:
-            log.info("requests handed over", executor=executor, requests=len(request_ids))
+            log.info("requests handed over", executor=handover.executor, requests=len(request_ids))
             self._settled(done)
         else:
             # That scheduler has fallen meanwhile.
-            task = asyncio.create_task(self._take_back(request_ids))
+            task = asyncio.create_task(self._take_back(dict(zip(request_ids, handover.losses, strict=True))))
             task.add_done_callback(lambda _: self._settled(done))
 
     def _settled(self, done: asyncio.Future[None]) -> None:
@@ -119,10 +120,10 @@ class Handovers:
 
     # ---- taking ----------------------------------------------------------------------------------------------------------------
 
-    async def _take_back(self, request_ids: Sequence[str]) -> None:
+    async def _take_back(self, losses: Mapping[str, int]) -> None:
         while not self._loop.failure.done():
             try:
-                await self.take(request_ids)
+                await self.take(losses)
                 break
             except Unavailable:
                 await asyncio.sleep(RETRY_DELAY_S)
@@ -130,12 +131,15 @@ class Handovers:
                 self._loop.fail(error)
                 raise
 
-    async def take(self, request_ids: Sequence[str]) -> None:
-        """Goes on with requests that are this scheduler's by the ledger, if it does not yet. Raises Unavailable."""
+    async def take(self, losses: Mapping[str, int]) -> None:
+        """Goes on with requests that are this scheduler's by the ledger, if it does not yet. Raises Unavailable.
+
+        `losses`: by request, how many executors it is suspected to have cost.
+        """
         found: list[tuple[StoredRequest, StoredOutput]] = []
-        for request_id in request_ids:
+        for request_id in losses:
             stored = await read_ledger(self._ledger.find, request_id)
             if stored is not None and stored.state not in TERMINAL and stored.lease == self._lease.number:
                 found.append((stored, await read_ledger(self._ledger.output, request_id)))
         new = [pair for pair in found if not self._loop.live.has(pair[0].request.request_id)]
-        take_up(self._loop, sorted(new, key=lambda pair: pair[0].request.arrival_s), self._hand_over_feed)
+        take_up(self._loop, sorted(new, key=lambda pair: pair[0].request.arrival_s), self._hand_over_feed, losses)

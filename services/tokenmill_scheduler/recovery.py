@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -13,13 +13,17 @@ from tokenmill_scheduler.streams import Feed
 
 log = structlog.get_logger(__name__)
 
+_NONE: Mapping[str, int] = {}
+
 
 def take_up(
     loop: Loop,
     unfinished: Sequence[tuple[StoredRequest, StoredOutput]],
     hand_over: Callable[[str], Feed | None] = lambda request_id: None,
+    losses: Mapping[str, int] = _NONE,
 ) -> None:
-    """Queues them in this order. `hand_over` gives the feed of a request that clients here have followed at its last scheduler.
+    """Queues them in this order. `hand_over` gives the feed of a request that clients here have followed at its last scheduler,
+    `losses` how many executors it is suspected to have cost that one.
 
     Choices of one request that have not run are admitted together, as they would have been; all others one by one.
     """
@@ -32,7 +36,8 @@ def take_up(
         gang = waiting[request.group_id] if stored.state is State.WAITING else [request]
         if gang[0] is request:
             further = [(choice, hand_over(choice.request_id)) for choice in gang[1:]]
-            loop.resume(request, stored.state, output, hand_over(request.request_id), further)
+            suspected = losses.get(request.request_id, 0)
+            loop.resume(request, stored.state, output, hand_over(request.request_id), further, suspected)
     if unfinished:
         tokens = sum(len(output.token_ids) for _, output in unfinished)
         detached = sum(stored.request.detached for stored, _ in unfinished)

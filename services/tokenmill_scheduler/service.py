@@ -194,33 +194,58 @@ class Service:
     # ---- changes ---------------------------------------------------------------------------------------------------------------
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
-        found = await self._unended(request_id)
+        states = [await self._cancel_at(found, request_id, reason, actor) for found in await self._unended(request_id)]
+        return Cancellation(states[0][0], already_ended=all(ended_before for _, ended_before in states))
+
+    async def _cancel_at(self, found: LiveRequest | StoredRequest, request_id: str, reason: str, actor: str) -> tuple[State, bool]:
+        """At the scheduler that has this choice, all that it has of the request. Returns its state, and if it had ended before."""
         if found.state in TERMINAL:
             await self._durable()
-            return Cancellation(found.state, already_ended=True)
+            return found.state, True
         if isinstance(found, LiveRequest):
-            self.check_open()
+            self._check_here(found)
             self._cancel_choices(request_id, reason, actor)
             await self._durable()
-            return Cancellation(found.state, already_ended=False)
+            return found.state, False
         after = await self._ask(found, request_id, Verb.CANCEL, reason, actor)
-        return Cancellation(after.state, already_ended=after.state is not State.CANCELLED)
+        return after.state, after.state is not State.CANCELLED
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
-        found = await self._unended(request_id)
-        detail = changes_in_words(found.request, priority, deadline_s)
-        if found.state not in TERMINAL:
-            if isinstance(found, LiveRequest):
-                self.check_open()
-                self._update_choices(request_id, priority, deadline_s, reason, actor, detail)
-                await self._durable()
-                return await self.status(request_id)
-            found = await self._ask(found, request_id, Verb.UPDATE, reason, actor, priority, deadline_s, detail)
-        if found.state in TERMINAL:
-            raise RequestEnded(f"request {request_id} has ended: {found.state}")
+        states = [
+            await self._update_at(found, request_id, priority, deadline_s, reason, actor)
+            for found in await self._unended(request_id)
+        ]
+        if all(state in TERMINAL for state in states):
+            raise RequestEnded(f"request {request_id} has ended: {states[0]}")
         return await self.status(request_id)
+
+    async def _update_at(
+        self,
+        found: LiveRequest | StoredRequest,
+        request_id: str,
+        priority: int | None,
+        deadline_s: float | None,
+        reason: str,
+        actor: str,
+    ) -> State:
+        """As `_cancel_at`. An ended one is left as it is."""
+        detail = changes_in_words(found.request, priority, deadline_s)
+        if found.state in TERMINAL:
+            return found.state
+        if isinstance(found, LiveRequest):
+            self._check_here(found)
+            self._update_choices(request_id, priority, deadline_s, reason, actor, detail)
+            await self._durable()
+            return found.state
+        return (await self._ask(found, request_id, Verb.UPDATE, reason, actor, priority, deadline_s, detail)).state
+
+    def _check_here(self, found: LiveRequest) -> None:
+        """Raises Unavailable when it can no longer be changed here."""
+        self.check_open()
+        if found.leaving:
+            raise self._changing(found.request.request_id)
 
     def _cancel_choices(self, request_id: str, reason: str, actor: str) -> None:
         """All that have not ended, or the one that is named."""
@@ -288,7 +313,7 @@ class Service:
         self.check_open()
         # Whoever asks looks at the ledger then: what is on its way is to be there.
         await self.handovers.settled()
-        await self.handovers.take([command.request_id for command in commands if command.verb is Verb.TAKE])
+        await self.handovers.take({c.request_id: c.losses for c in commands if c.verb is Verb.TAKE})
         for command in commands:
             request_id, reason, actor = command.request_id, command.reason, command.actor
             match command.verb:
@@ -344,16 +369,15 @@ class Service:
     def load(self) -> Load:
         return self._loop.load()
 
-    async def _unended(self, request_id: str) -> LiveRequest | StoredRequest:
-        """The first choice of a request that has not ended, or just the first. Raises as `_look_up`."""
+    async def _unended(self, request_id: str) -> list[LiveRequest | StoredRequest]:
+        """Of the choices that have not ended one for each scheduler that has any, or else just the first. Raises as `_look_up`."""
         first = await self._look_up(request_id)
-        if first.state not in TERMINAL:
-            return first
-        for other in choice_ids(first.request)[1:]:
-            found = await self._look_up(other)
+        choices = [first, *[await self._look_up(other) for other in choice_ids(first.request)[1:]]]
+        holders: dict[int | None, LiveRequest | StoredRequest] = {}
+        for found in choices:
             if found.state not in TERMINAL:
-                return found
-        return first
+                holders.setdefault(None if isinstance(found, LiveRequest) else found.lease, found)
+        return list(holders.values()) or [first]
 
     async def _look_up(self, request_id: str) -> LiveRequest | StoredRequest:
         """The live request, or else the one from the ledger, ended or another scheduler's. Raises UnknownRequest."""

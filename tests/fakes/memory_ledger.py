@@ -112,11 +112,11 @@ class MemoryLedger:
         driver = self._leases.driver(handover.executor)
         if driver is None or driver == lease:
             return Outcome.CONFLICT
-        for request_id in handover.request_ids:
+        for request_id, losses in zip(handover.request_ids, handover.losses, strict=True):
             entry = self._entries[request_id]
             if lease is not None and entry.stored.lease == lease.number:
                 self._entries[request_id] = _given(entry, driver)
-            self._leases.commands[self._leases.number()] = Command(driver.number, request_id, Verb.TAKE)
+            self._leases.commands[self._leases.number()] = Command(driver.number, request_id, Verb.TAKE, losses=losses)
         return Outcome.WRITTEN
 
     def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:

@@ -120,7 +120,9 @@ class Clients:
 
     async def _cancel(self, request_id: str) -> None:
         async def cancel(service: Service) -> None:
-            assert (await service.cancel(request_id, "")).state in TERMINAL, "a cancel was answered, and it has not ended"
+            assert (await service.cancel(request_id, "")).state in TERMINAL
+            for choice in choice_ids(self.asked[request_id]):
+                assert (await service.status(choice)).stored.state in TERMINAL, "a cancel was answered, and it has not ended"
 
         await self._until_answered(cancel)
 

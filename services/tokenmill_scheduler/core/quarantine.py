@@ -7,8 +7,8 @@ on trial, all else in its plans has decoded before: the suspect fails, once it h
 others are no suspects. An executor that comes back as the process it was has not died: what it was lost with is acquitted.
 
 An innocent one is blamed only when its executor happens to die of something else during its trial, which mostly is one step; where
-executors die often of other things, allow more than two. Suspicion lives in memory: a new scheduler begins without. Must not know:
-the order of the queue, how plans are made.
+executors die often of other things, allow more than two. Suspicion lives in memory. It goes along with a request that is handed to
+another scheduler; whoever takes over from a fallen one begins without. Must not know: the order of the queue, how plans are made.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def _suspect(sequence: Sequence, executor: ExecutorState) -> None:
         most_computed = sequence.most_computed() if sequence.may_skip else sequence.planned_computed
         live.suspect_until = max(live.suspect_until, most_computed)
         live.lost_with.append((executor.name, executor.epoch))
+
+
+def suspect_still(live: LiveRequest, losses: int) -> None:
+    """It comes from another scheduler, which has lost so many executors with it: all of it is to be computed on trial."""
+    if losses:
+        live.suspect_until = live.known
+        live.lost_with = [("", 0)] * losses
 
 
 def on_trial(executor: ExecutorState) -> bool:

@@ -180,13 +180,15 @@ class ExecutorDescription:
 class Submitted:
     """A durable request. `output` is not empty, or `state` not WAITING, when it is taken up again after a restart.
 
-    `choices` are further choices of the same request that wait as it does: all are admitted together.
+    `choices` are further choices of the same request that wait as it does: all are admitted together. `losses`: so many executors
+    it is suspected to have cost another scheduler that has given it away.
     """
 
     request: Request
     output: tuple[int, ...] = ()
     state: State = State.WAITING
     choices: tuple[Request, ...] = ()
+    losses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

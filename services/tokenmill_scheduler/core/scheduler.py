@@ -171,6 +171,7 @@ class Scheduler:
         if event.request.request_id in self._roster.requests:
             return
         live = self._roster.enter(event)
+        quarantine.suspect_still(live, event.losses)
         for executor in self._roster.executors.values():
             if executor.joined and executor.description.model == event.request.model:
                 for choice in live.gang or (live,):
@@ -304,6 +305,10 @@ class Scheduler:
     def strays(self, patience_s: float) -> dict[str, tuple[str, ...]]:
         """Waiting requests that executors of other schedulers can run and none here can, by executor (see `strays.py`)."""
         return self._strays.find(patience_s)
+
+    def losses(self, request_id: str) -> int:
+        """How many executors a request here is suspected to have cost."""
+        return len(self._roster.requests[request_id].lost_with)
 
     def next_wakeup_s(self) -> float | None:
         """When to hand in a Tick, and ask for plans, although nothing has happened: a deadline, the start of a static batch, a

@@ -39,16 +39,21 @@ def hand_over(connection: Connection, handover: Handover, lease: int | None) -> 
     number = connection.scalar(driver.with_for_update(read=True, key_share=True, of=leases))
     if number is None:
         return Outcome.CONFLICT
-    for start in range(0, len(handover.request_ids), _IDS_A_QUERY):
-        some = handover.request_ids[start : start + _IDS_A_QUERY]
-        connection.execute(update(requests).values(lease=number).where(requests.c.request_id.in_(some), requests.c.lease == lease))
-        connection.execute(insert(commands), [_row(Command(number, request_id, Verb.TAKE)) for request_id in some])
+    takes = [
+        Command(number, request_id, Verb.TAKE, losses=losses)
+        for request_id, losses in zip(handover.request_ids, handover.losses, strict=True)
+    ]
+    for start in range(0, len(takes), _IDS_A_QUERY):
+        some = takes[start : start + _IDS_A_QUERY]
+        theirs = requests.c.request_id.in_([take.request_id for take in some])
+        connection.execute(update(requests).values(lease=number).where(theirs, requests.c.lease == lease))
+        connection.execute(insert(commands), [_row(take) for take in some])
     return Outcome.WRITTEN
 
 
 def _command(row: Row[Any]) -> Command:
     verb = Verb(row.verb)
-    return Command(row.lease, row.request_id, verb, row.reason, row.priority, row.deadline_s, row.actor, row.detail)
+    return Command(row.lease, row.request_id, verb, row.reason, row.priority, row.deadline_s, row.actor, row.detail, row.losses)
 
 
 def _row(command: Command) -> dict[str, object]:
@@ -61,4 +66,5 @@ def _row(command: Command) -> dict[str, object]:
         "deadline_s": command.deadline_s,
         "actor": clean(command.actor),
         "detail": clean(command.detail),
+        "losses": command.losses,
     }

@@ -88,7 +88,8 @@ class Verb(StrEnum):
 class Command:
     """What one scheduler asks the one that has the request, whose lease is `lease`, to do with it. None leaves a value as it is.
 
-    `actor` and `detail` are those of the Action to be recorded with it, when an operator asks.
+    `actor` and `detail` are those of the Action to be recorded with it, when an operator asks. `losses` goes with TAKE: so many
+    executors the request is suspected to have cost.
     """
 
     lease: int
@@ -99,6 +100,7 @@ class Command:
     deadline_s: float | None = None
     actor: str = ""
     detail: str = ""
+    losses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +162,13 @@ class Action:
 class Handover:
     """These requests, which wait, become those of the scheduler that drives this executor, and it is told so by a command.
 
+    `losses`, one a request, as in Command.
     Where no other scheduler does, nothing is written: CONFLICT.
     """
 
     executor: str
     request_ids: tuple[str, ...]
+    losses: tuple[int, ...]
 
 
 Record = Submission | Transitioned | TokensGenerated | Updated | Action | Handover

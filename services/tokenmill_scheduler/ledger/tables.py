@@ -175,6 +175,8 @@ commands = Table(
     # Of the action to be recorded with it; empty when no operator asks.
     Column("actor", Text, nullable=False),
     Column("detail", Text, nullable=False),
+    # Executors that a request which changes hands is suspected to have cost.
+    Column("losses", Integer, nullable=False),
     Index("ix_commands_lease", "lease", "number"),
     sqlite_autoincrement=True,
 )

@@ -206,7 +206,7 @@ def test_commands_reach_the_scheduler_they_are_for(ledger: Ledger) -> None:
 def test_requests_handed_over_are_those_of_whoever_drives_the_executor(ledger: Ledger) -> None:
     one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", LONG_S)
     ledger.write([submission("a"), submission("b"), submission("c")], one)
-    handover = Handover("x", ("a", "b"))
+    handover = Handover("x", ("a", "b"), (0, 1))
     assert ledger.write([handover], one) == [Outcome.CONFLICT], "nobody drives it"
     ledger.claim_executor(one, "x", "here", inherited=True, at_least=0)
     assert ledger.write([handover], one) == [Outcome.CONFLICT], "it is one's own"
@@ -215,7 +215,8 @@ def test_requests_handed_over_are_those_of_whoever_drives_the_executor(ledger: L
     assert ledger.write([*moves, handover, submission("d")], one) == [Outcome.WRITTEN] * 4
     leases = {request_id: stored.lease for request_id in "abcd" if (stored := ledger.find(request_id))}
     assert leases == {"a": other.number, "b": other.number, "c": one.number, "d": one.number}
-    assert [command for _, command in ledger.received(other)] == [Command(other.number, id_, Verb.TAKE) for id_ in "ab"]
+    taken = [Command(other.number, "a", Verb.TAKE), Command(other.number, "b", Verb.TAKE, losses=1)]
+    assert [command for _, command in ledger.received(other)] == taken
     assert ledger.received(one) == ()
     estate = ledger.take_over(one, [other.number])
     assert [stored.request.request_id for stored, _ in estate.requests] == ["a", "b"]

@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tokenmill_scheduler.core.choices import further_choices
 from tokenmill_scheduler.core.records import ExecutorsAwaited, Tick
 from tokenmill_scheduler.core.request import FinishReason, State
-from tokenmill_scheduler.desk import Chunk, Ended, Unavailable
+from tokenmill_scheduler.desk import Cancellation, Chunk, Ended, Unavailable
 from tokenmill_scheduler.handover import PATIENCE_S
-from tokenmill_scheduler.ledger.port import Lease
+from tokenmill_scheduler.ledger.port import Handover, Lease, Submission
 
 from tests.fakes.calls import eventually
 from tests.fakes.memory_ledger import MemoryLedger
@@ -219,3 +220,41 @@ async def test_a_long_request_is_not_failed_while_another_scheduler_has_an_execu
     stored = ledger.find("long")
     assert stored is not None
     assert (stored.state, stored.scheduler) == (State.WAITING, "other")
+
+
+async def test_a_request_that_may_have_cost_one_scheduler_an_executor_fails_when_it_costs_the_next_one_too() -> None:
+    ledger = MemoryLedger()
+    (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await mine.join()
+    await mine.submit(request("poison"))
+    mine.loop.lost(mine.loop.drives["played"], "it died")
+    ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
+    gone(mine)
+    await settle()
+    await obey(other, lease)
+    await other.join(epoch=2)
+    await other.submit(request("innocent"))
+    other.loop.lost(other.loop.drives["played"], "it died, too")
+    await settle()
+    stored = [ledger.find(name) for name in ("poison", "innocent")]
+    assert [one and one.state for one in stored] == [State.FAILED, State.WAITING]
+
+
+async def test_choices_of_a_request_at_several_schedulers_are_changed_by_one_call() -> None:
+    """Only the second has become too long for the executor here."""
+    ledger = MemoryLedger()
+    (mine, my_lease), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    first, second = (request("a", n=2, best_of=2), *further_choices(request("a", n=2, best_of=2)))
+    ledger.write([Submission(first, b"d")], my_lease)
+    ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
+    ledger.write([Handover("played", (second.request_id,), (0,))], my_lease)
+    await mine.service.handovers.take({"a": 0})
+    await obey(other, lease)
+    listening = [asyncio.create_task(other.service.relay.listen(lease, lambda: True, other.service.obey))]
+    listening.append(asyncio.create_task(mine.service.relay.send()))
+    await mine.service.update("a", 5, None)
+    assert [one.request.priority for one, _ in ledger.unfinished()] == [5, 5]
+    assert await mine.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert list(ledger.unfinished()) == []
+    for task in listening:
+        task.cancel()
