@@ -4,8 +4,8 @@
 
 Start-up is from the command to the first token at a client that tries until it is served; the first start is not counted, so
 that the model's file lies in the page cache. Then prompts fill the KV cache, and the executor's peak resident memory, less what
-Python and torch take without a model, is set beside the bytes of weights (parameters times those of the precision) and KV cache. The
-pages of the mapped model file are in the peak, though the system may drop them. Writes a table to benchmarks/results/.
+Python and torch take without a model, is set beside the bytes of weights (parameters times those of the precision) and KV cache.
+The pages of the mapped model file are in the peak, though the system may drop them. Writes a table to benchmarks/results/.
 """
 
 from __future__ import annotations
