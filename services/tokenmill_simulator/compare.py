@@ -13,7 +13,7 @@ from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.records import Event, ExecutorDescription
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
-from tokenmill_simulator.cost import StepCost
+from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepCost
 from tokenmill_simulator.entrance import Admittance
 from tokenmill_simulator.figures import Figures, Target, summarise
 from tokenmill_simulator.measures import Measures
@@ -32,6 +32,7 @@ class Machines:
     cost: StepCost
     description: ExecutorDescription
     count: int = 1
+    service: ServiceCost = UNMEASURED
 
     def config(self, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None) -> SchedulerConfig:
         """A scheduler's for them: with their own limits, where no others are given."""
@@ -59,7 +60,7 @@ def machines(preset: Preset, requests: Sequence[SimulatedRequest], count: int = 
         caches_prefixes=caches,
         cache_version="simulated" if caches else None,
     )
-    return Machines(preset.cost, description, count)
+    return Machines(preset.cost, description, count, preset.service)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +110,10 @@ def run(
 
     `before`: events that the core is given first. `admittance`: who is let in.
     """
-    measures = Measures(requests)
+    measures = Measures(requests, client_s=on.service.client_s)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     executors = [replace(executor, max_num_seqs=seqs, max_num_batched_tokens=tokens) for executor in on.executors]
-    simulation = Simulation(config, requests, executors, on.cost, measures, before, admittance)
+    simulation = Simulation(config, requests, executors, on.cost, measures, before, admittance, on.service.lead_s)
     simulation.run()
     figures = summarise(measures, simulation.core.counters, seqs, on.count, target)
     return Run(name, config, figures, measures)

@@ -1,11 +1,13 @@
 """What a step takes, by roofline (Williams et al., "Roofline", CACM 2009): the linear layers either read their weights or compute.
 
-    seconds = fixed + max(weights, prefill tokens × p + decode tokens × d) + KV tokens read × k + query-key pairs × a
+    seconds = fixed + max(weights, rows × r) + decodes × d + KV tokens read × k + query-key pairs × a
 
-`fixed` is launches, sampling, the host. Attention is added, for it does not overlap with the linear layers: decodes read the K
-and V of their whole context, chunks of a prefill compute the pairs of each token with all before it.
+Every token computed is a row of the linear layers, of a prompt or decoded. `fixed` is launches and the host; a decode's own part is
+what is done for each sequence beside its row: its logits over the vocabulary, sampling, its attention's start. Attention is added,
+for it does not overlap with the linear layers: decodes read the K and V of their whole context, chunks of a prefill compute the
+pairs of each token with all before it.
 
-Must not know: plans, machines.
+`ServiceCost` is what lies around the steps. Must not know: plans, machines.
 """
 
 from __future__ import annotations
@@ -25,16 +27,32 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds: of a step, of reading all weights once, of a token, of a position of context read, of a query-key pair."""
+    """Seconds: of a step, of reading all weights once, of a row, of a decode, of a position of context read, of a pair."""
 
     step_s: float
     weights_s: float
-    prefill_token_s: float
-    decode_token_s: float
+    row_s: float
+    decode_s: float
     kv_token_s: float
     pair_s: float = 0.0
 
     def seconds(self, load: StepLoad) -> float:
-        linear_s = load.prefill_tokens * self.prefill_token_s + load.decode_tokens * self.decode_token_s
+        linear_s = max(self.weights_s, (load.prefill_tokens + load.decode_tokens) * self.row_s)
         attention_s = load.kv_tokens * self.kv_token_s + load.pairs * self.pair_s
-        return self.step_s + max(self.weights_s, linear_s) + attention_s
+        return self.step_s + linear_s + load.decode_tokens * self.decode_s + attention_s
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCost:
+    """What the service adds, in seconds; as it is here where nobody has measured it.
+
+    `client_s`: between a client and the core, both ways together, in no queue: messages, validation, the commits of the request and
+    of its first token. `lead_s`: how long before the end of a step the next plan is asked for, on average; who comes later than
+    that waits for one step more.
+    """
+
+    client_s: float = 0.0
+    lead_s: float = 0.001
+
+
+UNMEASURED = ServiceCost()

@@ -22,11 +22,18 @@ Floats = NDArray[np.float64]
 class Measures:
     """Columns of requests by their place among all (NaN: has not happened), of steps, and all gaps between tokens."""
 
-    def __init__(self, requests: Sequence[SimulatedRequest], request_ids: Sequence[str] | None = None) -> None:
-        """`request_ids` are those that effects name them by; without any, their places are their names."""
+    def __init__(
+        self, requests: Sequence[SimulatedRequest], request_ids: Sequence[str] | None = None, client_s: float = 0.0
+    ) -> None:
+        """`request_ids` are those that effects name them by; without any, their places are their names.
+
+        `client_s`: what lies between a client and the core, both ways together. Being the same for all requests it changes nothing
+        but when clients see their tokens.
+        """
         count = len(requests)
         self._places = {request_id: place for place, request_id in enumerate(request_ids or map(str, range(count)))}
         self.requests = requests
+        self._client_s = client_s
         self.arrival_s: Floats = np.array([request.arrival.at_s for request in requests])
         self.started_s: Floats = np.full(count, np.nan)
         self.first_token_s: Floats = np.full(count, np.nan)
@@ -43,7 +50,7 @@ class Measures:
     def happened(self, effects: list[Effect], now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, TokensGenerated):
-                self._tokens(effect, now_s)
+                self._tokens(effect, now_s + self._client_s)
             elif isinstance(effect, Transitioned):
                 self._moved(effect, now_s)
 
@@ -56,21 +63,23 @@ class Measures:
 
     def _tokens(self, effect: TokensGenerated, now_s: float) -> None:
         rows = np.array(list(map(self._places.__getitem__, effect.request_ids)))
+        counts = np.array(effect.counts)
         gaps = now_s - self.last_token_s[rows]
-        self.tokens[rows] += np.array(effect.counts)
+        self.tokens[rows] += counts
         self.last_token_s[rows] = now_s
         first = np.isnan(gaps)
         if first.any():
             self.first_token_s[rows[first]] = now_s
-            gaps = gaps[~first]
-        self._gaps.append(gaps)
+            gaps, counts = gaps[~first], counts[~first]
+        # Of several that came at once each counts, as if they had come one after the other.
+        self._gaps.append(gaps if counts.max(initial=1) == 1 else np.repeat(gaps / counts, counts))
 
     def _moved(self, effect: Transitioned, now_s: float) -> None:
         row = self._places[effect.request_id]
         if effect.after is State.PREFILL and np.isnan(self.started_s[row]):
             self.started_s[row] = now_s
         elif effect.after in TERMINAL:
-            self.ended_s[row] = now_s
+            self.ended_s[row] = now_s + self._client_s
             self.done[row] = effect.after is State.DONE
 
     # ---- what came of it -------------------------------------------------------------------------------------------------------

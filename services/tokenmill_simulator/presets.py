@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 
-from tokenmill_simulator.cost import StepCost
+from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepCost
 
 _GB = 1e9
 # Shares of the published peaks that good kernels reach in large matrix products and in long reads.
@@ -39,6 +39,7 @@ class Preset:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = BLOCK_SIZE
+    service: ServiceCost = UNMEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ def roofline(name: str, device: Device, shape: Shape, devices: int = 1) -> Prese
     flops = device.flops * devices * _COMPUTE_SHARE
     bandwidth = device.bandwidth * devices * _BANDWIDTH_SHARE
     weights = shape.parameters * _BYTES
-    token_s = 2 * shape.parameters / flops
+    row_s = 2 * shape.parameters / flops
     reduce_s = 2 * shape.layers * _ALL_REDUCE_S if devices > 1 else 0.0
-    cost = StepCost(_STEP_S + reduce_s, weights / bandwidth, token_s, token_s, shape.kv_bytes / bandwidth, shape.pair_flops / flops)
+    cost = StepCost(_STEP_S + reduce_s, weights / bandwidth, row_s, 0.0, shape.kv_bytes / bandwidth, shape.pair_flops / flops)
     kv_tokens = int((device.memory * devices * _MEMORY_SHARE - weights) / shape.kv_bytes)
     about = (
         f"{devices} × {device.name}, {shape.name} in bfloat16: computed from {device.flops / 1e12:g} TFLOP/s × {_COMPUTE_SHARE:g} "
@@ -99,27 +100,29 @@ def roofline(name: str, device: Device, shape: Shape, devices: int = 1) -> Prese
 # ---- measured ------------------------------------------------------------------------------------------------------------------
 
 
-def fit_cpu(milliseconds: Mapping[str, float], sampling_ms: float) -> StepCost:
+def fit_cpu(milliseconds: Mapping[str, float], other_ms: float) -> StepCost:
     """From five steps named `sequences × context`, or `chunk after context`: as many figures as there are unknowns.
 
-    k from 32 sequences at two lengths; d and the fixed cost from 32 and 8 sequences; what one sequence takes beyond the fixed cost
-    is reading the weights; p from the chunk, whose pairs cost what reading a position costs a decode's one query.
+    One and 8 sequences read the weights all the same: what 7 more take is a decode's own part. 32 compute: the rest of theirs is
+    rows. k is from 32 sequences at two lengths, and what the chunk takes beyond its rows are its pairs. The fixed cost is only what
+    is beside the forward pass (`other_ms`), for a pass without any arithmetic takes a hundredth of one.
     """
     kv_ms = (milliseconds["32 × 512"] - milliseconds["32 × 128"]) / (32 * (512 - 128))
-    linear = {n: milliseconds[f"{n} × 128"] - n * 128 * kv_ms for n in (1, 8, 32)}
-    decode_ms = (linear[32] - linear[8]) / 24
-    fixed_ms = linear[8] - 8 * decode_ms
-    chunk_ms = milliseconds["512 after 512"] - fixed_ms - 1024 * kv_ms
-    return StepCost(
-        (fixed_ms + sampling_ms) / 1e3, max(0.0, linear[1] - fixed_ms) / 1e3, chunk_ms / 512 / 1e3, decode_ms / 1e3, kv_ms / 1e3
-    )
+    without_kv = {n: milliseconds[f"{n} × 128"] - n * 128 * kv_ms for n in (1, 8, 32)}
+    decode_ms = (without_kv[8] - without_kv[1]) / 7
+    row_ms = without_kv[32] / 32 - decode_ms
+    pairs = 512 * 512 + 512 * 513 // 2
+    pair_ms = (milliseconds["512 after 512"] - 512 * row_ms - 1024 * kv_ms) / pairs
+    terms_ms = (other_ms, without_kv[1] - decode_ms, row_ms, decode_ms, kv_ms, pair_ms)
+    return StepCost(*[term_ms / 1e3 for term_ms in terms_ms])
 
 
 def _measured(way: str, name: str) -> Preset:
     figures = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
     cost = fit_cpu(figures["step_ms"][way], figures["other_ms"])
     about = f"SmolLM2-135M, {way}: measured, {figures['how']}"
-    return Preset(name, about, cost, figures["kv_tokens"], figures["max_model_len"], 64, 512)
+    service = ServiceCost(client_s=figures["client_ms"] / 1e3)
+    return Preset(name, about, cost, figures["kv_tokens"], figures["max_model_len"], 64, 512, service=service)
 
 
 _MAKERS: dict[str, Callable[[str], Preset]] = {

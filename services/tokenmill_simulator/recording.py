@@ -6,22 +6,19 @@ Requests that were cancelled or never ended count with the tokens they made, at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
 from tokenmill_scheduler.core.counters import Counters
 from tokenmill_scheduler.core.records import (
     Effect,
     Event,
     ExecutorDescription,
     ExecutorJoined,
-    Plan,
     PlanIssued,
     PolicyChanged,
     QuotasChanged,
     Result,
     ResultArrived,
-    StepTimes,
     Submitted,
     TokensGenerated,
     Transitioned,
@@ -32,11 +29,11 @@ from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_workloads import Arrival
 
 from tokenmill_simulator.compare import Machines, Run
-from tokenmill_simulator.cost import StepLoad
-from tokenmill_simulator.executor import step_load
+from tokenmill_simulator.cost import ServiceCost, StepLoad
 from tokenmill_simulator.figures import Target, summarise
 from tokenmill_simulator.fit import Fit, fit
 from tokenmill_simulator.measures import Measures
+from tokenmill_simulator.recorded_steps import RecordedSteps, lead_s
 from tokenmill_simulator.requests import SimulatedRequest
 from tokenmill_simulator.simulation import Step
 
@@ -51,27 +48,17 @@ class _Asked:
     made: int = 0
 
 
-@dataclass(slots=True)
-class _Steps:
-    """The steps of one executor: plans out by number, tokens computed by sequence."""
-
-    plans: dict[int, Plan] = field(default_factory=dict)
-    computed: dict[int, int] = field(default_factory=dict)
-
-
 class Recording:
     """`saw` takes every event of one process of a scheduler, in order, with what it led to."""
 
     def __init__(self) -> None:
         self._asked: dict[str, _Asked] = {}
         self._descriptions: dict[str, ExecutorDescription] = {}
-        self._steps: dict[tuple[str, int], _Steps] = {}
+        self._steps: dict[tuple[str, int], RecordedSteps] = {}
         self._policy: PolicyChanged | None = None
         self._rules: dict[str, Event] = {}
         self._effects: list[tuple[float, list[Effect]]] = []
         self._rows: list[Step] = []
-        self._loads: list[StepLoad] = []
-        self._seconds: list[float] = []
 
     def saw(self, at_s: float, event: Event, effects: list[Effect], waiting: int) -> None:
         """`waiting` requests are queued now."""
@@ -81,7 +68,7 @@ class Recording:
                     self._asked.setdefault(request.request_id, _Asked(request, event.output, at_s))
             case ExecutorJoined():
                 self._descriptions.setdefault(event.executor.name, event.executor)
-                self._steps[event.executor.name, event.epoch] = _Steps()
+                self._steps[event.executor.name, event.epoch] = RecordedSteps()
             case PolicyChanged():
                 self._policy = event
             case QuotasChanged() | WeightsChanged():
@@ -90,7 +77,7 @@ class Recording:
                 self._answered(event.executor, event.result, at_s, waiting)
         for effect in effects:
             if isinstance(effect, PlanIssued):
-                self._steps[effect.executor, effect.plan.epoch].plans[effect.plan.plan_id] = effect.plan
+                self._steps[effect.executor, effect.plan.epoch].issued(effect.plan)
             elif isinstance(effect, TokensGenerated):
                 for request_id, count in zip(effect.request_ids, effect.counts, strict=True):
                     self._asked[request_id].made += count
@@ -100,23 +87,13 @@ class Recording:
 
     def _answered(self, executor: str, result: Result, at_s: float, waiting: int) -> None:
         steps = self._steps.get((executor, result.epoch))
-        plan = steps.plans.pop(result.plan_id, None) if steps is not None else None
-        if steps is None or plan is None:
+        step_s = steps.answered(result) if steps is not None else None
+        if step_s is None:
             return
-        seconds = _step_s(result.times)
-        index = list(self._descriptions).index(executor)
-        self._rows.append(Step(index, at_s - seconds, at_s, len(plan.advance_sequence_ids), result.blocks, waiting))
-        starts = []
-        cached = result.num_cached or (0,) * len(result.sequence_ids)
-        for sequence_id, computed, found in zip(result.sequence_ids, result.num_computed, cached, strict=True):
-            start = steps.computed.get(sequence_id, 0) + found
-            starts.append(start)
-            steps.computed[sequence_id] = start + computed
-        for sequence_id in plan.release:
-            steps.computed.pop(sequence_id, None)
-        if seconds and starts:
-            self._loads.append(step_load(np.array(starts), np.array(result.num_computed)))
-            self._seconds.append(seconds)
+        index, sequences = list(self._descriptions).index(executor), len(result.sequence_ids)
+        for number in reversed(range(result.num_steps)):
+            end_s = at_s - step_s * number
+            self._rows.append(Step(index, end_s - step_s, end_s, sequences, result.blocks, waiting))
 
     # ---- what came of it -------------------------------------------------------------------------------------------------------
 
@@ -141,9 +118,15 @@ class Recording:
         """Quotas and weights of tenants that were last in force."""
         return list(self._rules.values())
 
+    @property
+    def measured_steps(self) -> tuple[list[StepLoad], list[float]]:
+        """Those whose time is known: what each had to do, and the seconds it took."""
+        steps = self._steps.values()
+        return [load for each in steps for load in each.loads], [seconds for each in steps for seconds in each.seconds]
+
     def fit(self) -> Fit:
         """Raises ValueError when no result said how long it took."""
-        return fit(self._loads, self._seconds)
+        return fit(*self.measured_steps)
 
     def machines(self) -> Machines:
         """As many executors as there were names, all like the first. Raises ValueError when there were none."""
@@ -151,7 +134,8 @@ class Recording:
             raise ValueError("no executor was recorded")
         first = next(iter(self._descriptions.values()))
         caches = first.caches_prefixes and first.cache_version is not None
-        return Machines(self.fit().cost, replace(first, caches_prefixes=caches), len(self._descriptions))
+        service = ServiceCost(lead_s=lead_s(self._steps.values()))
+        return Machines(self.fit().cost, replace(first, caches_prefixes=caches), len(self._descriptions), service)
 
     def run(self, config: SchedulerConfig, counters: Counters, target: Target) -> Run:
         """What was measured, in the same figures as a simulation's. `counters` are the recorded core's."""
@@ -162,10 +146,6 @@ class Recording:
         measures.steps = [replace(row, start_s=row.start_s - self._start_s, end_s=row.end_s - self._start_s) for row in self._rows]
         figures = summarise(measures, counters, config.max_num_seqs, len(self._descriptions), target)
         return Run("recorded", config, figures, measures)
-
-
-def _step_s(times: StepTimes) -> float:
-    return (times.prepare_us + times.forward_us + times.sample_us) / 1e6
 
 
 def _simulated(asked: _Asked, at_s: float) -> SimulatedRequest:

@@ -1,7 +1,7 @@
 """The production core under a virtual clock: requests go in, model executors answer its plans, what clients would see comes out.
 
 The loop is that of the service. All events of one instant go into the core, then every plan that is due is asked for; the next plan
-of an executor is due LEAD_S before the one ahead of it ends, and up to `pipeline_depth` are out. Reading and writing clients, the
+of an executor is due a lead before the one ahead of it ends, and up to `pipeline_depth` are out. Reading and writing clients, the
 ledger and the core's own time are not modelled. Must not know: workloads, policies, how figures are shown.
 """
 
@@ -29,14 +29,13 @@ from tokenmill_scheduler.core.records import (
 )
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
-from tokenmill_simulator.cost import StepCost
+from tokenmill_simulator.cost import UNMEASURED, StepCost
 from tokenmill_simulator.entrance import Admittance, Entrance, Refusals
 from tokenmill_simulator.executor import ModelExecutor
 from tokenmill_simulator.requests import SimulatedRequest
 
-# One way between scheduler and executor, and how long before the expected end of a step the next plan is asked for.
+# One way between scheduler and executor.
 LINK_S = 0.0002
-LEAD_S = 0.001
 EVERYBODY = Admittance()
 # As in the service: a wake-up that has passed already is not looked at in a busy loop.
 _MIN_WAKEUP_S = 0.005
@@ -65,7 +64,8 @@ class Step:
 class _Drive:
     """One executor as it is driven: its steps one after the other, and when its next plan is due."""
 
-    def __init__(self, index: int, executor: ModelExecutor) -> None:
+    def __init__(self, index: int, executor: ModelExecutor, lead_s: float) -> None:
+        self._lead_s = lead_s
         self.index = index
         self.executor = executor
         self.name = executor.description.name
@@ -75,7 +75,7 @@ class _Drive:
 
     def due_s(self, now_s: float) -> float:
         """When the next plan is to be asked for."""
-        return now_s if self.plans_out == 0 else max(now_s, self._end_s - LEAD_S)
+        return now_s if self.plans_out == 0 else max(now_s, self._end_s - self._lead_s)
 
     def send(self, plan: Plan, now_s: float) -> tuple[float, float, Result]:
         """Carries out the plan once the steps before it are over; when it starts, when it ends, the answer."""
@@ -98,8 +98,9 @@ class Simulation:
         observer: Observer,
         before: Sequence[Event] = (),
         admittance: Admittance = EVERYBODY,
+        lead_s: float = UNMEASURED.lead_s,
     ) -> None:
-        """`before`: events that the core is given first.
+        """`before`: events that the core is given first. `lead_s`: how long before a step's end the next plan is asked for.
 
         Raises KeyError for a policy or batching mode that the core does not have.
         """
@@ -110,7 +111,7 @@ class Simulation:
         self._before = before
         output_tokens = [request.arrival.output_tokens for request in requests]
         self.executors = [ModelExecutor(description, cost, output_tokens) for description in executors]
-        self._drives = [_Drive(index, executor) for index, executor in enumerate(self.executors)]
+        self._drives = [_Drive(index, executor, lead_s) for index, executor in enumerate(self.executors)]
         # Results on their way, and times to look again; the count settles ties.
         self._heap: list[tuple[float, int, _Drive | None, Result | None, Step | None]] = []
         self._count = 0

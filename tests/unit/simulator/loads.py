@@ -9,7 +9,7 @@ from tokenmill_simulator.requests import SimulatedRequest, mixed
 from tokenmill_workloads import Arrival, burst
 
 # A millisecond a step, a tenth of one for each token.
-COST = StepCost(step_s=1e-3, weights_s=0.0, prefill_token_s=1e-4, decode_token_s=1e-4, kv_token_s=0.0)
+COST = StepCost(step_s=1e-3, weights_s=0.0, row_s=1e-4, decode_s=0.0, kv_token_s=0.0)
 
 
 def small_machines(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from importlib import resources
 
+import numpy as np
 import pytest
 from tokenmill_simulator.cost import StepCost, StepLoad
+from tokenmill_simulator.executor import step_load
 from tokenmill_simulator.presets import PRESETS, preset
 
 MEASURED = json.loads(resources.files("tokenmill_simulator").joinpath("measured.json").read_text(encoding="utf-8"))
 
 
 def test_linear_layers_read_or_compute_and_attention_adds() -> None:
-    cost = StepCost(step_s=1.0, weights_s=10.0, prefill_token_s=3.0, decode_token_s=2.0, kv_token_s=0.5, pair_s=0.25)
-    assert cost.seconds(StepLoad(0, 1, 4, 0)) == 1 + 10 + 2
-    assert cost.seconds(StepLoad(4, 2, 4, 8)) == 1 + (12 + 4) + 2 + 2
+    cost = StepCost(step_s=1.0, weights_s=10.0, row_s=3.0, decode_s=2.0, kv_token_s=0.5, pair_s=0.25)
+    assert cost.seconds(StepLoad(0, 1, 4, 0)) == 1 + 10 + 2 + 2
+    assert cost.seconds(StepLoad(4, 2, 4, 8)) == 1 + (12 + 6) + 4 + 2 + 2
 
 
 def test_an_a100_decodes_at_the_pace_of_its_memory() -> None:
@@ -31,17 +33,19 @@ def test_the_fit_gives_back_what_was_measured(way: str) -> None:
     from tokenmill_simulator.presets import fit_cpu
 
     cost, steps = fit_cpu(MEASURED["step_ms"][way], 0.0), MEASURED["step_ms"][way]
-    for sequences, context in ((8, 128), (32, 128), (32, 512)):
+    for sequences, context in ((1, 128), (8, 128), (32, 128), (32, 512)):
         load = StepLoad(0, sequences, sequences * context, 0)
-        assert 1e3 * cost.seconds(load) == pytest.approx(steps[f"{sequences} × {context}"], rel=0.01)
-    assert 1e3 * cost.seconds(StepLoad(512, 0, 1024, 0)) == pytest.approx(steps["512 after 512"], rel=0.01)
-    assert 1e3 * cost.seconds(StepLoad(0, 1, 128, 0)) == pytest.approx(steps["1 × 128"], rel=0.1)
+        assert 1e3 * cost.seconds(load) == pytest.approx(steps[f"{sequences} × {context}"])
+    chunk = step_load(np.array([512]), np.array([512]))
+    assert 1e3 * cost.seconds(chunk) == pytest.approx(steps["512 after 512"])
+    assert min(cost.weights_s, cost.row_s, cost.decode_s, cost.kv_token_s, cost.pair_s) > 0
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sound(name: str) -> None:
     machine = preset(name)
-    costs = (machine.cost.step_s, machine.cost.weights_s, machine.cost.prefill_token_s, machine.cost.kv_token_s)
+    costs = (machine.cost.step_s, machine.cost.weights_s, machine.cost.row_s, machine.cost.kv_token_s)
     assert min(costs) > 0
+    assert (machine.service.client_s > 0) == name.startswith("cpu-"), "of computed ones nobody has measured the service"
     assert machine.kv_tokens > machine.max_num_batched_tokens >= machine.max_num_seqs
     assert machine.about

@@ -52,7 +52,7 @@ def test_released_blocks_are_free_in_the_same_plan() -> None:
     model.step(plan(1, {1: 12}, (admission(1, 12),)))
     result, seconds = model.step(plan(2, {2: 16}, (admission(2, 16),), release=(1,)))
     assert (result.num_computed, result.blocks) == ((16,), Blocks(0, 0, 4))
-    assert seconds == COST.step_s + 16 * COST.prefill_token_s
+    assert seconds == COST.step_s + 16 * COST.row_s
 
 
 def test_blocks_leave_the_cache_last_of_a_chain_first() -> None:

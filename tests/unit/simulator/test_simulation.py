@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from tokenmill_scheduler.core import invariants
 from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.policy import POLICIES
+from tokenmill_scheduler.core.records import TokensGenerated
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_simulator.compare import Machines, candidate, run
+from tokenmill_simulator.cost import ServiceCost
 from tokenmill_simulator.figures import Target
 from tokenmill_simulator.measures import Measures
 from tokenmill_simulator.requests import Mix, SimulatedRequest, mixed
@@ -98,6 +100,34 @@ def test_one_request_takes_what_its_steps_cost() -> None:
     assert [step.sequences for step in measures.steps] == [1] * 5
     assert measures.first_token_s[0] == pytest.approx(2 * LINK_S + 1e-3 + 10 * 1e-4)
     assert measures.ended_s[0] == pytest.approx(2 * LINK_S + 2e-3 + 4 * (1e-3 + 1e-4))
+
+
+@pytest.mark.parametrize(("lead_s", "steps_waited"), [(0.0002, 1), (0.0008, 2)])
+def test_who_comes_after_the_next_plan_was_asked_for_waits_a_step_more(lead_s: float, steps_waited: int) -> None:
+    """A decode step takes 1.1 ms, and the second request comes 0.5 ms before the end of one."""
+    on = replace(small_machines(), service=ServiceCost(lead_s=lead_s))
+    decoding, late = Arrival(0.0, 1, 40), Arrival(LINK_S + 10 * 1.1e-3 - 0.5e-3, 1, 1)
+    measures = run("fcfs", on.config(), mixed([decoding, late]), on, Target()).measures
+    steps_s = 0.5e-3 + (steps_waited - 1) * 1.1e-3 + 1.2e-3 + LINK_S
+    assert measures.first_token_s[1] - late.at_s == pytest.approx(steps_s)
+
+
+def test_what_lies_between_client_and_core_delays_every_token_alike() -> None:
+    on = small_machines(num_blocks=400)
+    plain, far = (
+        run("fcfs", on.config(), burst_of(), replace(on, service=ServiceCost(client_s=client_s)), Target()).measures
+        for client_s in (0.0, 0.25)
+    )
+    assert far.time_to_first_token_s == pytest.approx(plain.time_to_first_token_s + 0.25)
+    assert far.latency_s == pytest.approx(plain.latency_s + 0.25)
+    assert far.inter_token_s == pytest.approx(plain.inter_token_s)
+
+
+def test_tokens_that_come_together_count_each() -> None:
+    measures = Measures(together((4, 5)))
+    measures.happened([TokensGenerated(("0",), (0,), (1,), (7,), 1.0)], 1.0)
+    measures.happened([TokensGenerated(("0",), (1,), (4,), (7,) * 4, 1.2)], 1.2)
+    assert measures.inter_token_s.tolist() == pytest.approx([0.05] * 4)
 
 
 def test_continuous_batching_fills_slots_that_static_leaves_empty() -> None:

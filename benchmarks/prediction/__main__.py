@@ -1,0 +1,197 @@
+"""Does the simulator foretell the real service? The same arrivals on both: throughput and median latencies side by side.
+
+    python -m benchmarks.prediction [--model smollm2-135m-instruct] [--trace FILE[:LENGTHS] ...] [--repeat 1] [executor flags ...]
+
+One service is measured all along while it writes its plan journal. Calibrations and loads take turns: before each load and after
+the last come single tokens on the idle service, for what the service adds to a request, and prompts of 8 to 4,096 tokens, for the
+cost of a step. None of that is foretold. A load is foretold with the steps of the calibrations on both sides of it, for a machine's
+speed drifts within minutes; by how much it did in between is in the table.
+
+Loads are a burst, the same requests and more as a Poisson process, and the first requests of recorded traces, their lengths times a
+factor. Those with arrivals of their own come at 70 % of the rate at which the simulator could serve them. Latencies are those that
+the client sees. Writes a table to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tokenmill_cli.bench.figures import Percentiles, figures, percentile
+from tokenmill_cli.bench.runner import WorkloadRun
+from tokenmill_cli.bench.session import scheduler as connected
+from tokenmill_client import AsyncClient
+from tokenmill_service.logs import configure_logs
+from tokenmill_simulator.compare import Machines, Run
+from tokenmill_simulator.fit import Fit
+from tokenmill_workloads import Arrival, burst, poisson, read_trace, scale_lengths
+
+from benchmarks.bare import TOKEN_BUDGET
+from benchmarks.prediction.foretelling import Recorded
+from benchmarks.prediction.measuring import CALIBRATING, PROBES, SEED, WARMING_UP, Measurer
+from tests.fakes.processes import Processes, wait_serving
+
+RESULTS = Path(__file__).parent.parent / "results"
+SLOTS = 8
+LOAD = 0.7
+# The journal's writer looks every 0.1 s.
+JOURNAL_LAG_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Latencies are medians over requests, in milliseconds."""
+
+    output_tokens_per_s: float
+    time_to_first_token: float
+    time_per_output_token: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """`drift`: how much longer the same steps took after the load than before. `steps`: of the load's own steps, what they were
+    foretold to take together over what they took."""
+
+    name: str
+    foretold: Outcome
+    measured: Outcome
+    drift: float
+    steps: float
+
+
+# ---- measured ------------------------------------------------------------------------------------------------------------------
+
+
+def loads(options: argparse.Namespace) -> Iterator[tuple[str, tuple[Arrival, ...]]]:
+    """Those whose arrivals spread over time have still to be brought to a rate."""
+    yield "burst", burst(seed=SEED)
+    yield f"Poisson, {options.requests} requests", poisson(burst(options.requests, seed=SEED), 1.0, SEED)
+    for trace, length_scale in options.trace:
+        recorded = scale_lengths(read_trace(trace, limit=options.requests), length_scale)
+        yield f"{trace.name}, {len(recorded)} requests, lengths × {length_scale:g}", recorded
+
+
+async def measure_all(address: str, journal: Path, options: argparse.Namespace) -> Recorded:
+    """Each load stands between two calibrations, of two phases each."""
+    async with connected(AsyncClient(address), "") as server:
+        measurer = Measurer(server)
+        await measurer.measure(WARMING_UP, PROBES)
+        await measurer.calibrate()
+        await asyncio.sleep(JOURNAL_LAG_S)
+        first = Recorded(journal, measurer.phases, server.vocab_size)
+        for name, arrivals in [*loads(options)] * options.repeat:
+            await measurer.measure(name, first.at_load(arrivals, LOAD))
+            await measurer.calibrate()
+        await asyncio.sleep(JOURNAL_LAG_S)
+        return Recorded(journal, measurer.phases, server.vocab_size)
+
+
+# ---- compared ------------------------------------------------------------------------------------------------------------------
+
+
+def compare(recorded: Recorded) -> list[Compared]:
+    found = []
+    for place, phase in enumerate(recorded.phases):
+        if phase.is_load:
+            before, after = place - 1, place + 2
+            machines = recorded.machines([before, after])
+            foretold = foretold_outcome(recorded.run(phase.arrivals, machines, phase.seed))
+            drift = recorded.steps_share(before, machines) / recorded.steps_share(after, machines) - 1
+            found.append(Compared(phase.name, foretold, measured_outcome(phase.run), drift, recorded.steps_share(place, machines)))
+    return found
+
+
+def foretold_outcome(done: Run) -> Outcome:
+    """Percentiles as those of what is measured: the median of 20 is the tenth."""
+    measures = done.measures
+    several = measures.tokens > 1
+    each_s = ((measures.last_token_s - measures.first_token_s)[several]) / (measures.tokens[several] - 1)
+    medians_s = [percentile(times.tolist(), 0.5) for times in (measures.time_to_first_token_s, each_s, measures.latency_s)]
+    return Outcome(done.figures.output_tokens_per_s, *[median_s * 1e3 for median_s in medians_s])
+
+
+def measured_outcome(measured: WorkloadRun) -> Outcome:
+    found = figures([measured])
+    return Outcome(
+        found.output_tokens_per_s,
+        _median_ms(found.time_to_first_token),
+        _median_ms(found.time_per_output_token),
+        _median_ms(found.latency),
+    )
+
+
+def _median_ms(percentiles: Percentiles | None) -> float:
+    assert percentiles is not None
+    return percentiles.p50 * 1e3
+
+
+# ---- shown ---------------------------------------------------------------------------------------------------------------------
+
+
+def table(model: str, fitted: Fit, machines: Machines, found: Sequence[Compared]) -> str:
+    lines = [
+        f"# Simulator against the real executor, {model}, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m benchmarks.prediction`; {os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the "
+        f"end; {SLOTS} slots. {_in_words(fitted, machines)} Foretold / measured (bar: within 10 %); latencies are medians. Drift: "
+        "how much longer a calibration's steps took after the load than before. Steps: the load's own, as foretold / as measured.",
+        "",
+        "| arrivals | output tokens/s | first token ms | time per output token ms | end-to-end ms | drift | steps |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        cells = []
+        for field in fields(Outcome):
+            foretold, measured = getattr(one.foretold, field.name), getattr(one.measured, field.name)
+            cells.append(f"{foretold:,.1f} / {measured:,.1f} ({foretold / measured - 1:+.1%})")
+        lines.append(f"| {one.name} | {' | '.join(cells)} | {one.drift:+.1%} | {one.steps - 1:+.1%} |")
+    return "\n".join([*lines, ""])
+
+
+def _in_words(fitted: Fit, machines: Machines) -> str:
+    cost, service = fitted.cost, machines.service
+    return (
+        f"By all calibrations a step takes {cost.step_s * 1e3:.1f} ms + max({cost.weights_s * 1e3:.1f} ms, rows × "
+        f"{cost.row_s * 1e3:.2f} ms) + decodes × {cost.decode_s * 1e3:.2f} ms + KV tokens × {cost.kv_token_s * 1e6:.2f} µs + pairs "
+        f"× {cost.pair_s * 1e6:.2f} µs, {fitted.error:.1%} off a step (root of the mean square over {fitted.steps:,}); the service "
+        f"adds {service.client_s * 1e3:.1f} ms to a request, and asks for a plan {service.lead_s * 1e3:.1f} ms ahead."
+    )
+
+
+def _trace(word: str) -> tuple[Path, float]:
+    file, _, scale = word.rpartition(":")
+    return (Path(file), float(scale)) if file else (Path(word), 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="as the executor's --model")
+    parser.add_argument("--trace", type=_trace, action="append", default=[], help="a recorded trace, and a factor for its lengths")
+    parser.add_argument("--requests", type=int, default=60, help="of the Poisson process and of each trace")
+    parser.add_argument("--repeat", type=int, default=1, help="of all loads, one after the other")
+    options, executor_flags = parser.parse_known_args()
+    configure_logs("console", "warning")
+    with Processes() as processes:
+        executor = processes.executor("--model", options.model, "--threads", str(os.cpu_count()), *executor_flags).address
+        journal = processes.folder / "journal"
+        limits = ("--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(TOKEN_BUDGET), "--no-overload-control")
+        address = processes.scheduler(executor, flags=(*limits, "--plan-journal", str(journal))).address
+        asyncio.run(wait_serving(address))
+        recorded = asyncio.run(measure_all(address, journal, options))
+    calibrations = [place for place, phase in enumerate(recorded.phases) if phase.name == CALIBRATING]
+    name = Path(options.model).stem
+    report = table(name, recorded.fit(calibrations), recorded.machines(calibrations), compare(recorded))
+    print(report)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-prediction-{name}.md").write_text(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Steps as a journal has them: plans of one step and of several, and how early plans came."""
+
+from __future__ import annotations
+
+import pytest
+from tokenmill_scheduler.core.records import Blocks, Plan, Result, StepTimes
+from tokenmill_simulator.cost import UNMEASURED, StepLoad
+from tokenmill_simulator.recorded_steps import RecordedSteps, lead_s
+from tokenmill_simulator.simulation import LINK_S
+
+
+def plan(number: int, most: dict[int, int], max_steps: int = 1) -> Plan:
+    return Plan(1, number, (), (), tuple(most), tuple(most.values()), max_steps)
+
+
+def result(number: int, computed: dict[int, int], *, forward_ms: float, queue_ms: float = 0.0, num_steps: int = 1) -> Result:
+    times = StepTimes(queue_us=round(queue_ms * 1e3), forward_us=round(forward_ms * 1e3))
+    counts, none = tuple(computed.values()), (0,) * len(computed)
+    return Result(1, number, tuple(computed), counts, none, (), none, Blocks(9, 0, 0), times=times, num_steps=num_steps)
+
+
+def test_a_plan_of_several_steps_is_so_many_steps() -> None:
+    """Sequence 2 ends in the second of three."""
+    steps = RecordedSteps()
+    steps.issued(plan(1, {1: 10, 2: 5}))
+    assert steps.answered(result(1, {1: 10, 2: 5}, forward_ms=9)) == pytest.approx(0.009)
+    steps.issued(plan(2, {1: 3, 2: 3}, max_steps=3))
+    assert steps.answered(result(2, {1: 3, 2: 2}, forward_ms=6, num_steps=3)) == pytest.approx(0.002)
+    assert steps.loads[0] == StepLoad(15, 0, 15, 55 + 15)
+    assert steps.loads[1:] == [StepLoad(0, 2, 11 + 6, 0), StepLoad(0, 2, 12 + 7, 0), StepLoad(0, 1, 13, 0)]
+    assert steps.seconds == pytest.approx([0.009, 0.002, 0.002, 0.002])
+
+
+def test_a_result_of_no_known_plan_is_no_step() -> None:
+    steps = RecordedSteps()
+    assert steps.answered(result(1, {1: 1}, forward_ms=1)) is None
+    assert steps.loads == []
+
+
+def test_the_lead_is_what_plans_wait_for_the_end_of_the_one_ahead() -> None:
+    """Not those of an idle executor, nor those that came to cut a longer one short."""
+    steps = RecordedSteps()
+    steps.issued(plan(1, {1: 8}))
+    steps.issued(plan(2, {1: 1}))
+    steps.answered(result(1, {1: 8}, forward_ms=9, queue_ms=7))
+    steps.issued(plan(3, {1: 1}))
+    steps.answered(result(2, {1: 1}, forward_ms=9, queue_ms=3))
+    steps.issued(plan(4, {1: 4}, max_steps=4))
+    steps.answered(result(3, {1: 1}, forward_ms=9, queue_ms=99))
+    steps.issued(plan(5, {2: 9}))
+    steps.answered(result(4, {1: 2}, forward_ms=9, queue_ms=1, num_steps=2))
+    steps.answered(result(5, {2: 9}, forward_ms=9, queue_ms=8))
+    assert lead_s([steps, RecordedSteps()]) == pytest.approx(0.003 * 3 / (1 + 1 + 2) + LINK_S)
+
+
+def test_without_any_such_plan_the_lead_is_not_measured() -> None:
+    assert lead_s([RecordedSteps()]) == UNMEASURED.lead_s
