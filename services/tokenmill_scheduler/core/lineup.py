@@ -157,8 +157,8 @@ class _Line:
         self._window = self._look_for_hits()
         # Those of each tenant that is not skipped, by rank, once one is.
         self._apart: list[tuple[Rank, str]] | None = None
-        # Those that went before their turn; for look-up only.
-        self._went_for_age: dict[LiveRequest, None] = {}
+        # Those given out: one that was passed may be the oldest still; for look-up only.
+        self._given: dict[LiveRequest, None] = {}
         self._first: LiveRequest | None = None
         self._last_is_oldest = False
 
@@ -167,13 +167,10 @@ class _Line:
         if first is None:
             return None
         oldest = self._line.oldest if self._ordering.policy.overtakes else None
-        self._last_is_oldest = first is oldest
-        if oldest is not None and self._goes_before(first, oldest):
-            self._last_is_oldest = True
-            self._went_for_age[oldest] = None
-            return oldest
-        self._first = None
-        return first
+        given = oldest if oldest is not None and self._goes_before(first, oldest) else first
+        self._last_is_oldest = given is oldest
+        self._given[given] = None
+        return given
 
     def admits(self) -> None:
         """The one given out last."""
@@ -181,12 +178,12 @@ class _Line:
 
     def _goes_before(self, first: LiveRequest, oldest: LiveRequest) -> bool:
         """For its age; not before a preempted one, which has waited its turn once."""
-        if first.state is State.PREEMPTED or oldest in self._went_for_age or not self._looks.takes(oldest):
+        if first.state is State.PREEMPTED or oldest in self._given or not self._looks.takes(oldest):
             return False
         return first is not oldest and self._ordering.ages(oldest, self._turn, self._looks.now_s)
 
     def _peek(self) -> LiveRequest | None:
-        while self._first is None or self._first in self._went_for_age or not self._looks.takes(self._first):
+        while self._first is None or self._first in self._given or not self._looks.takes(self._first):
             self._first = self._window.pop() if self._window else self._behind()
             if self._first is None:
                 return None
