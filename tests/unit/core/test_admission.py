@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tokenmill_scheduler.core.admission import admission_named
 from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.lengths import ENOUGH, MAX_WINDOWS, WINDOW, OutputLengths
+from tokenmill_scheduler.core.live import LiveRequest
+from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tests.simulation.world import World, description
@@ -100,3 +103,27 @@ def test_tenants_without_end_are_forgotten() -> None:
     for number in range(3 * MAX_WINDOWS):
         lengths.observe(f"t{number}", "m", 1)
     assert len(lengths._windows) == MAX_WINDOWS
+
+
+@pytest.mark.parametrize(
+    ("mode", "made", "booked"),
+    [
+        # Ten outputs were 6 tokens long; the prompt has 4, and the last of 24 is never computed.
+        ("optimistic", 0, 5),
+        ("optimistic", 18, 23),
+        ("optimistic", 19, 23),
+        ("expected-length", 0, 10),
+        ("expected-length", 6, 11),
+        ("expected-length", 12, 17),
+        ("expected-length", 19, 23),
+        ("never-evict", 0, 23),
+        ("never-evict", 12, 23),
+    ],
+)
+def test_what_is_booked_covers_what_is_known_and_no_more_than_can_be_computed(mode: str, made: int, booked: int) -> None:
+    lengths = OutputLengths()
+    for _ in range(10):
+        lengths.observe("t", "tiny", 6)
+    request = Request("r", "tiny", (1, 2, 3, 4), Sampling(max_tokens=20, seed=0), 0.0, tenant="t")
+    live = LiveRequest(request, 1, State.PREEMPTED if made else State.WAITING, output=[1] * made)
+    assert admission_named(mode, lengths).tokens(live, live.limit(4096) - 1) == booked

@@ -329,3 +329,17 @@ def test_a_rate_from_before_a_pause_foresees_nothing() -> None:
         world.turn()
     assert world.core.num_waiting
     assert _stage_changes(world) == []
+
+
+def test_blocks_of_an_executor_that_admits_nobody_relieve_no_other() -> None:
+    """One is drained and has all its blocks free; on the other all are promised, and somebody waits."""
+    config = SchedulerConfig(max_num_seqs=4, overload=OverloadConfig(queue_delay_s=60.0, hold_s=1.0), admission="never-evict")
+    world = World(config, description("x", num_blocks=64), description("y", num_blocks=16))
+    world.drain_executor("x")
+    for seed in (1, 2):
+        world.submit(seed, prompt=4, max_tokens=60)
+    world.turn("y")
+    assert world.core.num_waiting == 1
+    for _ in range(15):
+        world.tick(0.1)
+    assert world.core.overload_why.startswith("share of KV blocks promised 1,")
