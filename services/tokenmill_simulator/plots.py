@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from tokenmill_simulator.compare import Run
 from tokenmill_simulator.measures import Floats
@@ -62,6 +63,7 @@ def occupancy(runs: Sequence[Run]) -> Figure:
             loc="left",
         )
         panel.set_ylabel("sequences")
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_ylim(bottom=0)
     panels[-1].set_xlabel("seconds since the first arrival")
     panels[-1].set_xlim(left=0)
@@ -79,6 +81,7 @@ def queue(runs: Sequence[Run]) -> Figure:
         panel.step(*_thinned(times, waiting), where="post", label=run.name, linewidth=1.3, linestyle=dash)
     panel.set_xlabel("seconds since the first arrival")
     panel.set_ylabel("requests waiting")
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_ylim(bottom=0)
     panel.set_xlim(left=0)
     panel.legend()
