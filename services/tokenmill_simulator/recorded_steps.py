@@ -29,8 +29,9 @@ class _PlanOut:
 class RecordedSteps:
     """Of one epoch.
 
-    `loads` and `seconds`: the steps whose time is known. `waits_s`: how long each plan that came while the one ahead was in progress
-    waited for its end, `waits_steps`: the steps of those plans. Who cuts a plan short came for another reason.
+    - loads, seconds: the steps whose time is known.
+    - waits_s: how long each plan that came while another was in progress waited for its end; waits_steps: the steps of those plans.
+      A plan that cuts another short came for that reason, and is none of them.
     """
 
     loads: list[StepLoad] = field(default_factory=list)
