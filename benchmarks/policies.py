@@ -1,6 +1,6 @@
 """What batching modes and policies do to loads, by simulation: the production core, model executors, a virtual clock.
 
-    python -m benchmarks.policies azure_llm_2023_conversation.csv.gz mooncake_conversation.jsonl.gz:2400 [--preset NAME]
+    python -m benchmarks.policies azure_llm_2023_conversation.csv.gz mooncake_conversation.jsonl.gz:2000 [--preset NAME]
 
 Static against continuous batching on the burst workload, with equal slots and with half of them. Then each policy of the core on
 each trace, or on its first so many requests, at shares of capacity, which is measured by saturating the same machine. What traces
@@ -60,10 +60,13 @@ def main() -> None:
     started_s = time.process_time()
     chosen = preset(options.preset)
     parts = [_bursts(preset(name)) for name in dict.fromkeys((options.preset, "cpu-smollm2-bf16"))]
-    parts += [_policies(part, chosen) for part in options.traces]
-    text = "\n".join([_heading(chosen, time.process_time() - started_s), *parts])
+    file, text = _RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-policies.md", ""
+    for trace in (None, *options.traces):
+        # After each, for a run of minutes may be cut short.
+        parts += [] if trace is None else [_policies(trace, chosen)]
+        text = "\n".join([_heading(chosen, time.process_time() - started_s), *parts])
+        file.write_text(text, encoding="utf-8")
     print(text)
-    (_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-policies.md").write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ def _policies(part: _Part, chosen: Preset) -> str:
     rows = []
     for share in _SHARES:
         requests = mixed(at_rate(arrivals, share * capacity), _MIX)
-        for name in _CANDIDATES:
+        for name in [name for name in _CANDIDATES if name != "lpm" or requests[0].shares_prefixes]:
             print(f"{part.path.name} {share:.0%} {name}", file=sys.stderr)
             rows.append(_row(f"{share:.0%} {name}", _run(name, requests, on, target, _AS_SERVED)))
     return f"""\
@@ -174,8 +177,8 @@ def _policies(part: _Part, chosen: Preset) -> str:
 
 Capacity {capacity:.2f} requests/s, measured with all of them waiting; {_rate(arrivals):.2f} were recorded. Drawn: lanes 20/60/20 %,
 {_MIX.tenants} tenants, a quarter with priority, deadlines of {", ".join(f"{s:g}" for s in _MIX.deadlines_s)} s. Clients ask for as
-many tokens as are made, which is the best case of sjf. Served well: first token within {target.ttft_s:.1f} s, then one every
-{1e3 * target.itl_s:g} ms on average.
+many tokens as are made, which is the best case of sjf. Where no prompts are known to begin alike, lpm is fcfs and left out. Served
+well: first token within {target.ttft_s:.1f} s, then one every {1e3 * target.itl_s:g} ms on average.
 
 {_table(columns, rows)}
 {time.process_time() - started_s:.0f} s of CPU.
