@@ -128,8 +128,10 @@ class ExecutorLink:
         self._hurried.set()
 
     async def _pause(self, seconds: float) -> None:
+        # Not `wait_for`, which before Python 3.12 forgets that it was cancelled when the event comes at the same time.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurried.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._hurried.wait()
         self._hurried.clear()
 
     def send(self, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenmill_scheduler.arrivals import Arrivals
@@ -62,6 +62,8 @@ ANNOUNCE_S = 10.0
 
 
 _NO_OUTPUT = StoredOutput(0, ())
+# The lease of a command that is not addressed yet.
+_NOBODY = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,89 +196,53 @@ class Service:
     # ---- changes ---------------------------------------------------------------------------------------------------------------
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
-        states = [await self._cancel_at(found, request_id, reason, actor) for found in await self._unended(request_id)]
-        return Cancellation(states[0][0], already_ended=all(ended_before for _, ended_before in states))
-
-    async def _cancel_at(self, found: LiveRequest | StoredRequest, request_id: str, reason: str, actor: str) -> tuple[State, bool]:
-        """At the scheduler that has this choice, all that it has of the request. Returns its state, and if it had ended before."""
-        if found.state in TERMINAL:
-            await self._durable()
-            return found.state, True
-        if isinstance(found, LiveRequest):
-            self._check_here(found)
-            self._cancel_choices(request_id, reason, actor)
-            await self._durable()
-            return found.state, False
-        after = await self._ask(found, request_id, Verb.CANCEL, reason, actor)
-        return after.state, after.state is not State.CANCELLED
+        states = await self._change(Command(_NOBODY, request_id, Verb.CANCEL, reason, actor=actor))
+        return Cancellation(states[0][0], already_ended=all(had_ended for _, had_ended in states))
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
-        states = [
-            await self._update_at(found, request_id, priority, deadline_s, reason, actor)
-            for found in await self._unended(request_id)
-        ]
-        if all(state in TERMINAL for state in states):
-            raise RequestEnded(f"request {request_id} has ended: {states[0]}")
+        states = await self._change(Command(_NOBODY, request_id, Verb.UPDATE, reason, priority, deadline_s, actor))
+        if all(state in TERMINAL for state, _ in states):
+            raise RequestEnded(f"request {request_id} has ended: {states[0][0]}")
         return await self.status(request_id)
 
-    async def _update_at(
-        self,
-        found: LiveRequest | StoredRequest,
-        request_id: str,
-        priority: int | None,
-        deadline_s: float | None,
-        reason: str,
-        actor: str,
-    ) -> State:
-        """As `_cancel_at`. An ended one is left as it is."""
-        detail = changes_in_words(found.request, priority, deadline_s)
-        if found.state in TERMINAL:
-            return found.state
-        if isinstance(found, LiveRequest):
-            self._check_here(found)
-            self._update_choices(request_id, priority, deadline_s, reason, actor, detail)
-            await self._durable()
-            return found.state
-        return (await self._ask(found, request_id, Verb.UPDATE, reason, actor, priority, deadline_s, detail)).state
+    async def _change(self, command: Command) -> list[tuple[State, bool]]:
+        """At every scheduler that has choices of the request which have not ended; as `_change_at`, for each.
 
-    def _check_here(self, found: LiveRequest) -> None:
-        """Raises Unavailable when it can no longer be changed here."""
-        self.check_open()
-        if found.leaving:
+        Raises Unavailable when one is changing hands.
+        """
+        choices = await self._choices(command.request_id)
+        holders: dict[int | None, LiveRequest | StoredRequest] = {}
+        for found in choices:
+            if found.state not in TERMINAL:
+                holders.setdefault(None if isinstance(found, LiveRequest) else found.lease, found)
+        states = [await self._change_at(found, command) for found in holders.values() or choices[:1]]
+        for found in await self._choices(command.request_id) if len(choices) > 1 else ():
+            self._check_changed(found, command)
+        return states
+
+    async def _change_at(self, found: LiveRequest | StoredRequest, command: Command) -> tuple[State, bool]:
+        """At the scheduler that has this choice, all that it has of the request. Returns its state, and if it had ended before."""
+        if found.state in TERMINAL:
+            await self._durable()
+            return found.state, True
+        command = replace(command, detail=changes_in_words(found.request, command.priority, command.deadline_s))
+        if isinstance(found, LiveRequest):
+            self.check_open()
+            self._carry_out(command)
+            await self._durable()
+            self._check_changed(found, command)
+            return found.state, False
+        after = await self._ask(found, command)
+        return after.state, after.state in TERMINAL and after.state is not State.CANCELLED
+
+    def _check_changed(self, found: LiveRequest | StoredRequest, command: Command) -> None:
+        """Raises Unavailable for one that is on its way in or out, where nobody changes it."""
+        if found.state not in TERMINAL and not has_changed(found.request, command):
             raise self._changing(found.request.request_id)
 
-    def _cancel_choices(self, request_id: str, reason: str, actor: str) -> None:
-        """All that have not ended, or the one that is named."""
-        choices = self._loop.live.choices(request_id)
-        # A command that comes twice finds its request as it left it, and an ended one is not cancelled again.
-        actions = self._actions(actor, ActionVerb.CANCEL, request_id, reason) if choices else ()
-        for choice in choices:
-            self._loop.handle(core.Cancelled(choice, reason), *actions)
-            actions = ()
-
-    def _update_choices(
-        self, request_id: str, priority: int | None, deadline_s: float | None, reason: str, actor: str, detail: str
-    ) -> None:
-        """As `_cancel_choices`."""
-        choices = self._loop.live.choices(request_id)
-        actions = self._actions(actor, ActionVerb.UPDATE, request_id, reason, detail) if choices else ()
-        for choice in choices:
-            self._loop.handle(core.Updated(choice, priority, deadline_s), *actions)
-            actions = ()
-
-    async def _ask(
-        self,
-        stored: StoredRequest,
-        request_id: str,
-        verb: Verb,
-        reason: str,
-        actor: str,
-        priority: int | None = None,
-        deadline_s: float | None = None,
-        detail: str = "",
-    ) -> StoredRequest:
+    async def _ask(self, stored: StoredRequest, command: Command) -> StoredRequest:
         """Has the scheduler that has it change the request, of which `stored` is a choice. Returns that one as it is then.
 
         Raises Unavailable when it is changing hands. The action is recorded there, with the change: also when this one's caller has
@@ -284,13 +250,24 @@ class Service:
         """
         if stored.lease is None or not stored.scheduler:
             raise self._changing(stored.request.request_id)
-        command = Command(stored.lease, request_id, verb, reason, priority, deadline_s, actor, detail)
-        await self.relay.ask(command)
+        await self.relay.ask(replace(command, lease=stored.lease))
         after = await self._find(stored.request.request_id)
-        # On its way in or out, that scheduler has nothing to change.
-        if after.state not in TERMINAL and not has_changed(after.request, command):
-            raise self._changing(stored.request.request_id)
+        self._check_changed(after, command)
         return after
+
+    def _carry_out(self, command: Command) -> None:
+        """A cancel or an update, on all choices here that have not ended, or the one that is named.
+
+        A command that comes twice finds its request as it left it, and an ended one is not cancelled again.
+        """
+        choices = self._loop.live.choices(command.request_id)
+        is_cancel = command.verb is Verb.CANCEL
+        verb = ActionVerb.CANCEL if is_cancel else ActionVerb.UPDATE
+        actions = self._actions(command.actor, verb, command.request_id, command.reason, command.detail) if choices else ()
+        for choice in choices:
+            cancelled = core.Cancelled(choice, command.reason)
+            self._loop.handle(cancelled if is_cancel else core.Updated(choice, command.priority, command.deadline_s), *actions)
+            actions = ()
 
     async def retry(self, request_id: str, new_request_id: str, reason: str, actor: str) -> None:
         self.check_open()
@@ -315,13 +292,9 @@ class Service:
         await self.handovers.settled()
         await self.handovers.take({c.request_id: c.losses for c in commands if c.verb is Verb.TAKE})
         for command in commands:
-            request_id, reason, actor = command.request_id, command.reason, command.actor
             match command.verb:
-                case Verb.CANCEL:
-                    self._cancel_choices(request_id, reason, actor)
-                case Verb.UPDATE:
-                    changes = (command.priority, command.deadline_s, reason, actor, command.detail)
-                    self._update_choices(request_id, *changes)
+                case Verb.CANCEL | Verb.UPDATE:
+                    self._carry_out(command)
                 case Verb.READ:
                     self._loop.live.read_elsewhere(command.request_id, self._loop.clock())
                 case Verb.LEAVE:
@@ -369,15 +342,10 @@ class Service:
     def load(self) -> Load:
         return self._loop.load()
 
-    async def _unended(self, request_id: str) -> list[LiveRequest | StoredRequest]:
-        """Of the choices that have not ended one for each scheduler that has any, or else just the first. Raises as `_look_up`."""
+    async def _choices(self, request_id: str) -> list[LiveRequest | StoredRequest]:
+        """All of the request, or the one that is named. Raises as `_look_up`."""
         first = await self._look_up(request_id)
-        choices = [first, *[await self._look_up(other) for other in choice_ids(first.request)[1:]]]
-        holders: dict[int | None, LiveRequest | StoredRequest] = {}
-        for found in choices:
-            if found.state not in TERMINAL:
-                holders.setdefault(None if isinstance(found, LiveRequest) else found.lease, found)
-        return list(holders.values()) or [first]
+        return [first, *[await self._look_up(other) for other in choice_ids(first.request)[1:]]]
 
     async def _look_up(self, request_id: str) -> LiveRequest | StoredRequest:
         """The live request, or else the one from the ledger, ended or another scheduler's. Raises UnknownRequest."""

@@ -91,8 +91,9 @@ class Mill:
             await asyncio.sleep(0.05)
 
     async def _down(self, name: str, seconds: float, *, between: bool = False) -> None:
-        self.back_s[name] = unix_s() + seconds
-        await self.nodes.pop(name).crash(between=between)
+        if (node := self.nodes.pop(name, None)) is not None:
+            self.back_s[name] = unix_s() + seconds
+            await node.crash(between=between)
 
     # ---- faults ----------------------------------------------------------------------------------------------------------------
 
@@ -163,6 +164,8 @@ class Mill:
         while unfinished := [stored for stored, _ in self.ledger.unfinished()]:
             assert unix_s() < until_s, f"hang: {[(s.request.request_id, s.state, s.scheduler) for s in unfinished]}"
             self.check()
+            for task in self._tasks:
+                assert not task.done(), f"the world has stopped: {task.exception()}"
             await asyncio.sleep(0.2)
         await self._wait(self.clients.watchers.values(), until_s, "streams without an end")
 

@@ -82,7 +82,7 @@ class LaggingWriter:
     def _put(self, records: Sequence[Record], on_durable: OnDurable | None, answer: asyncio.Future[Outcome] | None) -> None:
         self._waiting.append((records, on_durable, answer))
         if self._timer is None and not self._closed:
-            self._timer = asyncio.get_running_loop().call_later(self._rng.choice([0, 0.002, 0.03]), self.commit)
+            self._timer = asyncio.get_running_loop().call_later(self._rng.choice([0, 0.002, 0.002, 0.03, 0.3]), self.commit)
 
     def commit(self, *, tell: bool = True) -> None:
         """Not `tell`: the process dies before anybody hears of it."""

@@ -23,6 +23,7 @@ FIRST_SEED = int(os.environ.get("TOKENMILL_FIRST_SEED", "0"))
 ACTS = 80
 # In virtual seconds: all work there is, twice the lease, and the patience of whoever waits for an executor that is gone.
 LIMIT_S = 60
+LATE_S = 0.2
 
 
 async def run(seed: int) -> Mill:
@@ -67,6 +68,7 @@ def check_end(mill: Mill, stored: StoredRequest) -> None:
     match stored.state:
         case State.DONE:
             assert tokens == whole
+            check_in_time(mill, stored)
         case State.CANCELLED:
             assert request_id in clients.cancelled or not request.detached
         case State.EXPIRED:
@@ -76,6 +78,17 @@ def check_end(mill: Mill, stored: StoredRequest) -> None:
             # The core may give up on a request that executors were lost with again and again; here that is chance.
             assert stored.error_code == INTERNAL, stored.error
             assert stored.preemptions >= 2
+
+
+def check_in_time(mill: Mill, stored: StoredRequest) -> None:
+    """One that was not EXPIRED ran before its queue timeout and ended before its deadline, but for a tick and a step."""
+    request_id, request = stored.request.request_id, mill.clients.asked[stored.request.request_id]
+    ran_s = next(move.at_s for move in mill.ledger.transitions(request_id) if move.after is State.PREFILL)
+    assert stored.finished_s is not None
+    if request.queue_deadline_s is not None:
+        assert ran_s <= request.queue_deadline_s + LATE_S
+    if request.deadline_s is not None and request_id not in mill.clients.updates:
+        assert stored.finished_s <= request.deadline_s + LATE_S
 
 
 def check(mill: Mill) -> None:
