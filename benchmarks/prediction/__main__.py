@@ -34,7 +34,7 @@ from tokenmill_workloads import Arrival, burst, poisson, read_trace, scale_lengt
 
 from benchmarks.bare import TOKEN_BUDGET
 from benchmarks.prediction.foretelling import Recorded
-from benchmarks.prediction.measuring import CALIBRATING, PROBES, SEED, WARMING_UP, Measurer
+from benchmarks.prediction.measuring import CALIBRATING, SEED, WARM_UP, WARMING_UP, Measurer
 from tests.fakes.processes import Processes, wait_serving
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -82,7 +82,7 @@ async def measure_all(address: str, journal: Path, options: argparse.Namespace) 
     """Each load stands between two calibrations, of two phases each."""
     async with connected(AsyncClient(address), "") as server:
         measurer = Measurer(server)
-        await measurer.measure(WARMING_UP, PROBES)
+        await measurer.measure(WARMING_UP, WARM_UP)
         await measurer.calibrate()
         await asyncio.sleep(JOURNAL_LAG_S)
         first = Recorded(journal, measurer.phases, server.vocab_size)
@@ -160,8 +160,9 @@ def _in_words(fitted: Fit, machines: Machines) -> str:
     return (
         f"By all calibrations a step takes {cost.step_s * 1e3:.1f} ms + max({cost.weights_s * 1e3:.1f} ms, rows × "
         f"{cost.row_s * 1e3:.2f} ms) + decodes × {cost.decode_s * 1e3:.2f} ms + KV tokens × {cost.kv_token_s * 1e6:.2f} µs + pairs "
-        f"× {cost.pair_s * 1e6:.2f} µs, {fitted.error:.1%} off a step (root of the mean square over {fitted.steps:,}); the service "
-        f"adds {service.client_s * 1e3:.1f} ms to a request, and asks for a plan {service.lead_s * 1e3:.1f} ms ahead."
+        f"× {cost.pair_s * 1e6:.2f} µs, {fitted.error:.1%} off a step (root of the mean square; {fitted.outliers} of "
+        f"{fitted.steps:,} are left out); the service adds {service.client_s * 1e3:.1f} ms to a request, and asks for a plan "
+        f"{service.lead_s * 1e3:.1f} ms ahead."
     )
 
 

@@ -16,6 +16,8 @@ from tokenmill_workloads import Arrival, poisson
 SEED = 7
 # A token each, on the idle service: what a request takes beyond its only step is the service's.
 PROBES = tuple(Arrival(0.1 * number, 1, 1) for number in range(20))
+# Before anything is measured: memory that is touched for the first time takes its time.
+WARM_UP = (Arrival(0.0, 4096, 8),) * 3
 PROBING, CALIBRATING, WARMING_UP = "probes", "calibration", "warm-up"
 
 

@@ -1,7 +1,8 @@
 """A step's cost, fitted to steps that were measured. Must not know: where steps come from.
 
 By least squares of relative errors, without negative terms. Reading the weights and computing rows make one column once it is known
-from how many rows on the linear layers compute (the ridge of the roofline); of all ridges that fits best which leaves least.
+from how many rows on the linear layers compute (the ridge of the roofline); of all ridges that fits best which leaves least. Steps
+that took far longer than their like, for memory that was touched first or a processor that others had, are left out.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ Floats = NDArray[np.float64]
 _RIDGES = (0.0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
+# A step that is off by more than this factor is none that a cost should tell.
+_OUTLIER = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`error`: how far the cost is from a step, as a share of that step (root of the mean square)."""
+    """`error`: how far the cost is from a step, as a share of that step (root of the mean square), over all `steps` but the
+    `outliers`."""
 
     cost: StepCost
     steps: int
     error: float
+    outliers: int = 0
 
 
 def fit(loads: Sequence[StepLoad], seconds: Sequence[float]) -> Fit:
@@ -32,12 +39,16 @@ def fit(loads: Sequence[StepLoad], seconds: Sequence[float]) -> Fit:
     if not loads:
         raise ValueError("there is no step whose time is known")
     measured = np.array(seconds)
-    # A fit weighted by what was measured would count a slow step less than a fast one, and come out low: that is the first one
-    # only, the second is weighted by what the first expects.
+    # As shares of what was measured the errors of slow steps are never above 1, so outliers hardly count; but any slow step counts
+    # less than a fast one, and the cost comes out low. Among like steps, shares of what is expected give their mean.
     rough = _best(loads, measured, measured)
-    cost = _best(loads, measured, _expected(rough, loads))
-    off = _expected(cost, loads) / measured - 1
-    return Fit(cost, len(loads), float(np.sqrt((off**2).mean())))
+    expected = _expected(rough, loads)
+    usual = np.flatnonzero((measured < _OUTLIER * expected) & (expected < _OUTLIER * measured)).tolist()
+    if usual:
+        loads, measured, expected = [loads[place] for place in usual], measured[usual], expected[usual]
+    cost = _best(loads, measured, expected)
+    off = measured / _expected(cost, loads) - 1
+    return Fit(cost, len(seconds), float(np.sqrt((off**2).mean())), len(seconds) - len(loads))
 
 
 def _expected(cost: StepCost, loads: Sequence[StepLoad]) -> Floats:

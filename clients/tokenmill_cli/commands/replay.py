@@ -132,6 +132,6 @@ def _what_if(app: App, file: Path, replayed: Replay, recording: Recording, polic
     fitted = recording.fit()
     about = (
         f"{on.count} × {on.description.name}; a step's cost fitted to {fitted.steps:,} recorded steps, "
-        f"off by {fitted.error:.0%} of the mean step"
+        f"off by {fitted.error:.0%} of a step; {fitted.outliers:,} that were held up are left out"
     )
     present(app, f"{file.name}: {len(requests):,} requests, {replayed.events:,} events", about, runs, plots)

@@ -1,4 +1,4 @@
-"""A step's cost from steps whose time is known: terms are told apart, none is negative, slow steps count like fast ones."""
+"""A step's cost from steps whose time is known: terms are told apart, none is negative, outliers do not count."""
 
 from __future__ import annotations
 
@@ -44,8 +44,19 @@ def test_short_steps_are_fitted_as_well_as_long_ones() -> None:
 def test_a_slow_step_counts_like_a_fast_one() -> None:
     """What is foretold of many steps is what they take together."""
     loads = [StepLoad(0, 4, 100, 0)] * 8
-    cost = fit(loads, [0.008, 0.008, 0.008, 0.024] * 2).cost
-    assert cost.seconds(loads[0]) == pytest.approx(0.012)
+    cost = fit(loads, [0.008, 0.008, 0.008, 0.014] * 2).cost
+    assert cost.seconds(loads[0]) == pytest.approx(0.0095)
+
+
+def test_steps_that_were_held_up_are_left_out() -> None:
+    """The first one touches memory for the first time; another waited for a processor."""
+    seconds = [TRUE.seconds(load) for load in mixes()]
+    seconds[0] *= 16
+    seconds[40] *= 4
+    fitted = fit(mixes(), seconds)
+    assert (fitted.outliers, fitted.steps) == (2, len(seconds))
+    for field in fields(StepCost):
+        assert getattr(fitted.cost, field.name) == pytest.approx(getattr(TRUE, field.name), rel=1e-3)
 
 
 def test_steps_that_differ_in_nothing_give_a_cost_without_negative_terms() -> None:
