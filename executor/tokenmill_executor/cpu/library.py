@@ -104,6 +104,19 @@ def batch_record(batch: Batch) -> BatchRecord:
     return record
 
 
+# A row of logits to choose a token from: a pointer to it, what is asked for, and what is filled in.
+SAMPLE_ROW = np.dtype(
+    [
+        ("logits", np.uint64),
+        ("uniform", np.float64),
+        *((name, np.float32) for name in ("temperature", "top_p", "min_p")),
+        *((name, np.int32) for name in ("top_k", "top")),
+        ("token", np.int32),
+        *((name, np.float32) for name in ("largest", "logprob")),
+    ]
+)
+
+
 def processor_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
     """What the first processor can do, in Linux' words; empty where that cannot be read."""
     try:
@@ -131,4 +144,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.tm_step.restype = None
     library.tm_gemm.argtypes = [POINTER(Matrix), c_void_p, c_int, c_int, c_void_p, c_void_p, c_int, c_void_p]
     library.tm_gemm.restype = None
+    library.tm_sample_workspace_bytes.argtypes = [c_int, c_int]
+    library.tm_sample_workspace_bytes.restype = c_size_t
+    library.tm_sample.argtypes = [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_int, c_void_p]
+    library.tm_sample.restype = None
     return library

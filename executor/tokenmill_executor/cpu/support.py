@@ -20,7 +20,7 @@ def available() -> str | None:
         return "the processor has neither AVX512 with BF16 and VNNI nor AVX2"
     try:
         library.load(instruction_set)
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # none, or old ones that lack a function
         return f"the kernels are not built (python -m tokenmill_executor.cpu.build builds them): {error}"
     return None
 

@@ -1,7 +1,8 @@
 """Chooses the tokens of one step: edits, log probabilities, temperature, truncation, draw.
 
 In the order of vLLM: logit bias, penalties, min_tokens; log probabilities of what that leaves; temperature, top-k, top-p, min-p.
-Rows that are greedy and ask for nothing else, the common case, cost one argmax over all of them.
+Rows that are greedy and ask for nothing else, the common case of tests, cost one argmax over all of them. On a CPU the C++ kernels
+choose, where they run; everywhere else torch does.
 """
 
 from __future__ import annotations
@@ -11,110 +12,33 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenmill_executor.runner import SampledLogprobs, SamplingInput, SamplingParams, StepOutput
-from tokenmill_executor.sampling.draw import Truncation, draw, draw_truncated
-from tokenmill_executor.sampling.edits import edit_logits, edits_logits
-from tokenmill_executor.sampling.uniform import uniforms
-from tokenmill_executor.upload import floats, integers, upload
+from tokenmill_executor.runner import SamplingInput, StepOutput
+from tokenmill_executor.sampling import tensors
+from tokenmill_executor.sampling.edits import edits_logits
+from tokenmill_executor.sampling.kernels import SamplingKernels
 
-# Temperatures below are greedy, as in vLLM.
-MIN_TEMPERATURE = 1e-5
 NOT_A_NUMBER = "the model's logits are not numbers"
 ALL_MASKED = "no token is left to sample: min_tokens and stop_token_ids rule out every one"
 
 
 class Sampler:
-    """`eos_token_ids` are what min_tokens masks beside a sequence's stop tokens."""
+    """`eos_token_ids` are what min_tokens masks beside a sequence's stop tokens; `kernels` choose from logits on a CPU."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], kernels: SamplingKernels | None = None) -> None:
         self._eos_token_ids = eos_token_ids
+        self._kernels = kernels
 
     def sample(self, logits: torch.Tensor, samples: Sequence[SamplingInput]) -> StepOutput:
         """[rows, vocab_size] float32, a row for each of `samples`. Does not change `logits`. Times are left 0."""
         if not samples:
             return StepOutput([])
-        maxima, tokens = _largest(logits)
-        special = [row for row, sample in enumerate(samples) if not _is_plain(sample)]
-        logprobs: dict[int, SampledLogprobs] = {}
-        if special:
-            rows = integers(special, logits.device)
-            chosen = [samples[row] for row in special]
-            edited = logits.index_select(0, rows)
-            edit_logits(edited, chosen, self._eos_token_ids)
-            maxima[rows], tokens[rows] = _largest(edited)
-            tokens[rows] = _draw_random(edited, maxima[rows], tokens[rows], chosen)
-            logprobs = {special[index]: found for index, found in _logprobs(edited, tokens[rows], chosen).items()}
-        # One read for both: each waits for the device. Token ids are exact in float64.
-        largest, chosen_tokens = torch.stack((maxima.double(), tokens.double())).tolist()
-        errors = {row: _fault(samples[row], value) for row, value in enumerate(largest) if not math.isfinite(value)}
-        found = {row: value for row, value in logprobs.items() if row not in errors}
-        return StepOutput([int(token) for token in chosen_tokens], logprobs=found, errors=errors)
-
-
-def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest value, not a number if there is one, and its first place. numpy looks ten times faster than torch."""
-    if logits.device.type != "cpu":
-        maxima, tokens = logits.max(dim=-1)
-        return maxima, tokens
-    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.gather(1, tokens[:, None]).squeeze(1), tokens
+        choose = tensors.choose if self._kernels is None or logits.device.type != "cpu" else self._kernels.choose
+        choices = choose(logits, samples, self._eos_token_ids)
+        errors = {row: _fault(samples[row], value) for row, value in enumerate(choices.largest) if not math.isfinite(value)}
+        logprobs = {row: found for row, found in choices.logprobs.items() if row not in errors}
+        return StepOutput(choices.tokens, logprobs=logprobs, errors=errors)
 
 
 def _fault(sample: SamplingInput, largest: float) -> str:
     """Why a row whose largest logit is not finite cannot be sampled."""
     return ALL_MASKED if largest == -math.inf and edits_logits(sample) else NOT_A_NUMBER
-
-
-def _is_plain(sample: SamplingInput) -> bool:
-    return _is_greedy(sample.params) and sample.params.logprobs is None and not edits_logits(sample)
-
-
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < MIN_TEMPERATURE
-
-
-def _is_truncated(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _draw_random(
-    logits: torch.Tensor, maxima: torch.Tensor, greedy: torch.Tensor, samples: Sequence[SamplingInput]
-) -> torch.Tensor:
-    """[rows] tokens: `greedy` where temperature is 0, else drawn."""
-    tokens = greedy.clone()
-    for truncated in (False, True):
-        chosen = [
-            row for row, sample in enumerate(samples) if not _is_greedy(sample.params) and _is_truncated(sample.params) == truncated
-        ]
-        if not chosen:
-            continue
-        rows = integers(chosen, logits.device)
-        params = [samples[row].params for row in chosen]
-        numbers = uniforms([param.seed for param in params], [len(samples[row].token_ids) for row in chosen])
-        uniform = upload(numbers, logits.device)
-        temperature = floats([param.temperature for param in params], logits.device)
-        scaled = (logits.index_select(0, rows) - maxima[rows, None]).div_(temperature[:, None])
-        tokens[rows] = draw_truncated(scaled, _truncation(params, logits.device), uniform) if truncated else draw(scaled, uniform)
-    return tokens
-
-
-def _truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
-    return Truncation(
-        top_k=integers([param.top_k for param in params], device),
-        top_p=floats([param.top_p for param in params], device),
-        min_p=floats([param.min_p for param in params], device),
-    )
-
-
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, samples: Sequence[SamplingInput]) -> dict[int, SampledLogprobs]:
-    asked = {row: sample.params.logprobs for row, sample in enumerate(samples) if sample.params.logprobs is not None}
-    if not asked:
-        return {}
-    rows = integers(list(asked), logits.device)
-    distribution = logits.index_select(0, rows).log_softmax(dim=-1)
-    sampled = distribution.gather(1, tokens[rows, None]).squeeze(1).tolist()
-    top, top_tokens = (part.tolist() for part in distribution.topk(min(max(asked.values()), logits.shape[1]), dim=-1))
-    return {
-        row: SampledLogprobs(sampled[place], tuple(zip(top_tokens[place][:count], top[place][:count], strict=True)))
-        for place, (row, count) in enumerate(asked.items())
-    }

@@ -11,15 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill_executor.runner import SamplingInput, SamplingParams
 from tokenmill_executor.sampling import Sampler, draw
+from tokenmill_executor.sampling.kernels import SamplingKernels
 from tokenmill_executor.sampling.uniform import uniforms
 
+from tests.unit.cpu.small_models import needs_kernels
 from tests.unit.model import sampling_oracle as oracle
 
 EOS = (2, 5)
 VOCAB = 400
-SAMPLER = Sampler(EOS)
 # Of seeds 0, 1, 2^64 - 1 at positions 0, 5, 2^31.
 PINNED = [0.6524484863740321, 0.7743991716672016, 0.16108300974245582]
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("kernels", marks=needs_kernels)])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return Sampler(EOS, SamplingKernels() if request.param == "kernels" else None)
 
 
 def sampling(
@@ -66,21 +72,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tokens", [(7, 8, 9, 7), (7, 8, 9, 9)], ids=["once", "twice"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_parameter_as_the_reference(variant: str, tokens: tuple[int, ...]) -> None:
+def test_each_parameter_as_the_reference(sampler: Sampler, variant: str, tokens: tuple[int, ...]) -> None:
     """The last two prompt tokens and the two output tokens are made likely, so that penalties matter."""
     samples = [sampling(seed, tokens, **VARIANTS[variant]) for seed in range(40)]
     logits = logits_of(len(samples))
     logits[:, [7, 8, 9]] += 4.0
-    output = SAMPLER.sample(logits, samples)
+    output = sampler.sample(logits, samples)
     assert output.token_ids == [expected_token(row, sample) for row, sample in zip(logits, samples, strict=True)]
     assert not output.errors
 
 
-def test_rows_of_all_kinds_in_one_batch_as_each_alone() -> None:
+def test_rows_of_all_kinds_in_one_batch_as_each_alone(sampler: Sampler) -> None:
     samples = [sampling(seed, **params) for seed, params in enumerate(VARIANTS.values())]
     logits = logits_of(len(samples), seed=3)
-    together = SAMPLER.sample(logits, samples).token_ids
-    assert together == [SAMPLER.sample(logits[row : row + 1], [sample]).token_ids[0] for row, sample in enumerate(samples)]
+    together = sampler.sample(logits, samples).token_ids
+    assert together == [sampler.sample(logits[row : row + 1], [sample]).token_ids[0] for row, sample in enumerate(samples)]
     assert together == [expected_token(row, sample) for row, sample in zip(logits, samples, strict=True)]
 
 
@@ -95,13 +101,13 @@ def test_rows_of_all_kinds_in_one_batch_as_each_alone() -> None:
     st.lists(st.integers(0, 49), min_size=1, max_size=30),
 )
 def test_any_mixture_of_parameters_as_the_reference(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, tokens: list[int]
+    sampler: Sampler, seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, tokens: list[int]
 ) -> None:
     sample = sampling(
         seed, tuple(tokens), 1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
     )
     logits = logits_of(1, seed % 1000, vocab=50)
-    assert SAMPLER.sample(logits, [sample]).token_ids == [expected_token(logits[0], sample)]
+    assert sampler.sample(logits, [sample]).token_ids == [expected_token(logits[0], sample)]
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 40}, {"top_k": 300, "top_p": 0.5}, {"min_p": 0.01}, {"min_p": 1e-6}])
@@ -112,12 +118,12 @@ def test_the_path_taken_does_not_change_the_token(params: dict[str, Any], monkey
     results = []
     for widths in ((), (4,), (4, 64), (256,)):
         monkeypatch.setattr(draw, "WIDTHS", widths)
-        results.append(SAMPLER.sample(logits, samples).token_ids)
+        results.append(Sampler(EOS).sample(logits, samples).token_ids)
     assert results[0] == results[1] == results[2] == results[3]
     assert results[0] == [expected_token(row, sample) for row, sample in zip(logits, samples, strict=True)]
 
 
-def test_c28_a_seeded_sequence_draws_alike_whatever_the_batch_or_its_past() -> None:
+def test_c28_a_seeded_sequence_draws_alike_whatever_the_batch_or_its_past(sampler: Sampler) -> None:
     """At one position: alone, among others in any place, fresh after a preemption or grown step by step."""
     logits = logits_of(6, seed=5)
     params: dict[str, Any] = {"temperature": 1.1, "top_p": 0.9, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
@@ -128,35 +134,35 @@ def test_c28_a_seeded_sequence_draws_alike_whatever_the_batch_or_its_past() -> N
         place = step % 6
         rows = torch.roll(logits, 1 + place, 0)
         rows[place] = logits[step]
-        output = SAMPLER.sample(rows, [*others[:place], grown, *others[place:]])
+        output = sampler.sample(rows, [*others[:place], grown, *others[place:]])
         tokens.append(output.token_ids[place])
         grown.token_ids.append(tokens[-1])  # type: ignore[attr-defined]
     fresh = [sampling(77, (7, 8, *tokens[:step]), 2, sequence_id=100 + step, **params) for step in range(6)]
-    assert [SAMPLER.sample(logits[step : step + 1], [fresh[step]]).token_ids[0] for step in range(6)] == tokens
-    assert SAMPLER.sample(logits, fresh).token_ids == tokens
+    assert [sampler.sample(logits[step : step + 1], [fresh[step]]).token_ids[0] for step in range(6)] == tokens
+    assert sampler.sample(logits, fresh).token_ids == tokens
 
 
-def test_penalties_follow_a_sequence_as_it_grows() -> None:
+def test_penalties_follow_a_sequence_as_it_grows(sampler: Sampler) -> None:
     """The counts kept with a sequence equal those made anew, over more distinct tokens than fit at first."""
     params: dict[str, Any] = {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.1}
     grown = sampling(0, tuple(range(50)), 40, **params)
     for step in range(120):
         logits = logits_of(1, seed=step, spread=0.5)
-        token = SAMPLER.sample(logits, [grown]).token_ids[0]
+        token = sampler.sample(logits, [grown]).token_ids[0]
         assert token == expected_token(logits[0], grown)
         grown.token_ids.append(token)  # type: ignore[attr-defined]
 
 
-def test_sampling_a_step_again_gives_the_same() -> None:
+def test_sampling_a_step_again_gives_the_same(sampler: Sampler) -> None:
     """The engine runs parts of a failed step again."""
     samples = [sampling(seed, presence_penalty=1.0) for seed in range(5)]
     logits = logits_of(5)
     before = logits.clone()
-    assert SAMPLER.sample(logits, samples).token_ids == SAMPLER.sample(logits, samples).token_ids
+    assert sampler.sample(logits, samples).token_ids == sampler.sample(logits, samples).token_ids
     assert torch.equal(logits, before)
 
 
-def test_logprobs_are_of_the_distribution_before_temperature_and_truncation_after_edits() -> None:
+def test_logprobs_are_of_the_distribution_before_temperature_and_truncation_after_edits(sampler: Sampler) -> None:
     samples = [
         sampling(1, temperature=0.0, logprobs=0),
         sampling(2, temperature=0.4, top_k=3, repetition_penalty=1.5, logprobs=4),
@@ -164,7 +170,7 @@ def test_logprobs_are_of_the_distribution_before_temperature_and_truncation_afte
         sampling(4, logit_bias=((3, 20.0),), min_tokens=9, logprobs=20),
     ]
     logits = logits_of(4)
-    output = SAMPLER.sample(logits, samples)
+    output = sampler.sample(logits, samples)
     assert sorted(output.logprobs) == [0, 1, 3]
     for row, found in output.logprobs.items():
         expected = np.log(oracle.softmax(oracle.edited(logits[row].double().numpy(), samples[row], EOS)) + 1e-300)
@@ -175,30 +181,30 @@ def test_logprobs_are_of_the_distribution_before_temperature_and_truncation_afte
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_row_that_is_not_a_number_fails_alone(poison: float) -> None:
+def test_a_row_that_is_not_a_number_fails_alone(sampler: Sampler, poison: float) -> None:
     variants: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"repetition_penalty": 1.1, "logprobs": 2}]
     samples = [sampling(seed, **variant) for seed, variant in enumerate(variants * 2)]
     logits = logits_of(8)
-    healthy = SAMPLER.sample(logits, samples)
+    healthy = sampler.sample(logits, samples)
     logits[4:, 17] = poison
-    output = SAMPLER.sample(logits, samples)
+    output = sampler.sample(logits, samples)
     assert sorted(output.errors) == [4, 5, 6, 7]
     assert output.token_ids[:4] == healthy.token_ids[:4]
     assert sorted(output.logprobs) == [3]
     assert all(0 <= token < VOCAB for token in output.token_ids)
 
 
-def test_no_rows() -> None:
-    output = SAMPLER.sample(torch.empty(0, VOCAB), [])
+def test_no_rows(sampler: Sampler) -> None:
+    output = sampler.sample(torch.empty(0, VOCAB), [])
     assert (output.token_ids, output.errors, output.logprobs) == ([], {}, {})
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 12}, {"top_p": 0.7, "temperature": 1.4}, {"min_p": 0.05}])
-def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(sampler: Sampler, params: dict[str, Any]) -> None:
     """Chi-square of 40,000 draws over positions and seeds, against the 99.9th percentile; truncated tokens never come."""
     logits = logits_of(1, seed=9, vocab=40, spread=1.2)
     samples = [sampling(seed, (1,) * length, 1, **params) for seed in range(200) for length in range(1, 201)]
-    drawn = SAMPLER.sample(logits.expand(len(samples), -1), samples).token_ids
+    drawn = sampler.sample(logits.expand(len(samples), -1), samples).token_ids
     counts = np.bincount(drawn, minlength=40)
     expected = oracle.probabilities(logits[0].double().numpy(), samples[0]) * len(samples)
     kept = expected > 0
@@ -225,16 +231,16 @@ def test_uniform_numbers_are_even_and_independent_of_neighbours() -> None:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 5}])
-def test_a_row_whose_every_token_is_ruled_out_says_so(params: dict[str, Any]) -> None:
+def test_a_row_whose_every_token_is_ruled_out_says_so(sampler: Sampler, params: dict[str, Any]) -> None:
     stops = tuple(range(VOCAB))
     masked = sampling(min_tokens=9, stop_token_ids=stops, **params)
     not_yet_ended = sampling(min_tokens=0, stop_token_ids=stops, **params)
-    output = SAMPLER.sample(logits_of(2), [masked, not_yet_ended])
+    output = sampler.sample(logits_of(2), [masked, not_yet_ended])
     assert output.errors == {0: "no token is left to sample: min_tokens and stop_token_ids rule out every one"}
 
 
-def test_a_bias_against_every_token_is_none() -> None:
+def test_a_bias_against_every_token_is_none(sampler: Sampler) -> None:
     against_all = sampling(logit_bias=tuple((token, -100.0) for token in range(VOCAB)))
-    output = SAMPLER.sample(logits_of(2).index_select(0, torch.tensor([0, 0])), [against_all, sampling()])
+    output = sampler.sample(logits_of(2).index_select(0, torch.tensor([0, 0])), [against_all, sampling()])
     assert not output.errors
     assert output.token_ids[0] == output.token_ids[1]

@@ -1,11 +1,8 @@
 // One forward step of a Llama-family decoder as one call: the C interface that cpu/library.py binds.
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#endif
-
 #include <algorithm>
 #include <functional>
 
+#include "arena.h"
 #include "kernels.h"
 
 namespace tokenmill {
@@ -25,33 +22,10 @@ struct Workspace {
     size_t bytes;
 };
 
-constexpr size_t kGap = 64;
-
-// Under AddressSanitizer what lies between two arrays may not be touched; else nothing.
-void guard([[maybe_unused]] char* begin, [[maybe_unused]] size_t size, [[maybe_unused]] size_t until_next) {
-#ifdef __SANITIZE_ADDRESS__
-    __asan_unpoison_memory_region(begin, size);
-    __asan_poison_memory_region(begin + size, until_next - size);
-#endif
+Activations take_activations(Arena& arena, int64_t rows, int64_t depth) {
+    return {arena.take<bf16>(rows * depth), arena.take<int8_t>(rows * depth), arena.take<float>(rows * depth / kGroup),
+            arena.take<int32_t>(rows * depth / kInt4Group)};
 }
-
-struct Arena {
-    char* base;
-    size_t used = 0;
-
-    template <typename T>
-    T* take(int64_t count) {
-        T* const p = base ? (T*)(base + used) : nullptr;
-        const size_t size = size_t(count) * sizeof(T), rounded = (size + 63) / 64 * 64;
-        if (base) guard(base + used, size, rounded + kGap);
-        used += rounded + kGap;
-        return p;
-    }
-    Activations activations(int64_t rows, int64_t depth) {
-        return {take<bf16>(rows * depth), take<int8_t>(rows * depth), take<float>(rows * depth / kGroup),
-                take<int32_t>(rows * depth / kInt4Group)};
-    }
-};
 
 // Partial results of decodes' splits; an item is one of these or at least one token.
 int64_t most_partials(const Batch& b) {
@@ -69,9 +43,9 @@ Workspace lay_out(const Model& m, const Batch& b, void* memory) {
     w.hidden = arena.take<float>(tokens * m.hidden);
     w.qkv = arena.take<float>(tokens * (q_width + 2 * int64_t(m.kv_heads) * m.head_dim));
     w.q = arena.take<bf16>(tokens * q_width);
-    w.normed = arena.activations(tokens, m.hidden);
-    w.attended = arena.activations(tokens, q_width);
-    w.activated = arena.activations(tokens, m.intermediate);
+    w.normed = take_activations(arena, tokens, m.hidden);
+    w.attended = take_activations(arena, tokens, q_width);
+    w.activated = take_activations(arena, tokens, m.intermediate);
     w.items = arena.take<AttentionItem>(2 * most_items(b));
     w.partials = {arena.take<float>(partials * q_width), arena.take<float>(partials * m.heads)};
     w.scratch = arena.take<char>(int64_t(attention_scratch_bytes(m.threads)));
@@ -197,7 +171,7 @@ void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int 
              void* workspace) {
     using namespace tokenmill;
     Arena arena{(char*)workspace};
-    const Activations a = arena.activations(rows, weight->depth);
+    const Activations a = take_activations(arena, rows, weight->depth);
     std::copy_n(in, int64_t(rows) * weight->depth, a.values);
     const int width = Store(store) == Store::kSiluMul ? weight->columns / 2 : weight->columns;
     Team team(threads);

@@ -100,6 +100,41 @@ TM_INLINE Floats keep_between(Floats x, int first, int begin, int end, Floats ot
     return _mm512_mask_blend_ps(keep, other, x);
 }
 
+// Bits of the lanes in which a >= b, and of those that are not numbers.
+TM_INLINE uint32_t at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+TM_INLINE uint32_t not_numbers(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+// a in lanes in which x >= bound, else 0.
+TM_INLINE Floats zero_below(Floats a, Floats x, Floats bound) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), a); }
+// x * 2^whole for -126 <= whole <= 127.
+TM_INLINE Floats times_power(Floats x, Floats whole) { return _mm512_scalef_ps(x, whole); }
+
+// Stores the lanes whose bits are set one after the other and returns how many. Sixteen places are written.
+TM_INLINE int pack(Floats a, uint32_t lanes, float* to) {
+    _mm512_storeu_ps(to, _mm512_maskz_compress_ps(__mmask16(lanes), a));
+    return __builtin_popcount(lanes);
+}
+TM_INLINE int pack(Ints a, uint32_t lanes, int32_t* to) {
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(__mmask16(lanes), a));
+    return __builtin_popcount(lanes);
+}
+// 0 to 15, and the sums of two.
+TM_INLINE Ints lane_numbers() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+TM_INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+
+// Sixteen float64, to sum up floats in; `store` writes them in the order of the lanes.
+struct Doubles {
+    __m512d low, high;
+};
+TM_INLINE Doubles zero_doubles() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+TM_INLINE Doubles add(Doubles a, Floats b) {
+    return {_mm512_add_pd(a.low, _mm512_cvtps_pd(_mm512_castps512_ps256(b))),
+            _mm512_add_pd(a.high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(b, 1)))};
+}
+TM_INLINE void store(double* p, Doubles a) {
+    _mm512_storeu_pd(p, a.low);
+    _mm512_storeu_pd(p + 8, a.high);
+}
+
 // 2^x for x <= 127; 0 far below; not a number stays so. Relative error 2e-7.
 TM_INLINE Floats exp2(Floats x) {
     const Floats whole = to_whole(x);
@@ -249,6 +284,63 @@ TM_INLINE Floats keep_between(Floats x, int first, int begin, int end, Floats ot
     return {keep_half(x.low, first, begin, end, other.low), keep_half(x.high, first + 8, begin, end, other.high)};
 }
 
+TM_INLINE uint32_t at_least(Floats a, Floats b) {
+    const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, _CMP_GE_OQ));
+    return uint32_t(low | _mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, _CMP_GE_OQ)) << 8);
+}
+TM_INLINE uint32_t not_numbers(Floats a) {
+    const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, a.low, _CMP_UNORD_Q));
+    return uint32_t(low | _mm256_movemask_ps(_mm256_cmp_ps(a.high, a.high, _CMP_UNORD_Q)) << 8);
+}
+TM_INLINE Floats zero_below(Floats a, Floats x, Floats bound) {
+    return {_mm256_and_ps(a.low, _mm256_cmp_ps(x.low, bound.low, _CMP_GE_OQ)),
+            _mm256_and_ps(a.high, _mm256_cmp_ps(x.high, bound.high, _CMP_GE_OQ))};
+}
+TM_INLINE __m256 power_of_two(__m256 whole) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23));
+}
+TM_INLINE Floats times_power(Floats x, Floats whole) {
+    return {_mm256_mul_ps(x.low, power_of_two(whole.low)), _mm256_mul_ps(x.high, power_of_two(whole.high))};
+}
+
+// For each eight bits the numbers of those that are set, in order.
+struct Orders {
+    uint64_t of[256];
+    constexpr Orders() : of() {
+        for (int bits = 0; bits < 256; bits++)
+            for (int lane = 7; lane >= 0; lane--)
+                if (bits >> lane & 1) of[bits] = of[bits] << 8 | uint64_t(lane);
+    }
+};
+constexpr Orders kOrders;
+TM_INLINE __m256i pack_half(__m256i a, uint32_t lanes) {
+    return _mm256_permutevar8x32_epi32(a, _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(kOrders.of[lanes]))));
+}
+TM_INLINE int pack(Ints a, uint32_t lanes, int32_t* to) {
+    const int low = __builtin_popcount(lanes & 255);
+    _mm256_storeu_si256((__m256i*)to, pack_half(a.low, lanes & 255));
+    _mm256_storeu_si256((__m256i*)(to + low), pack_half(a.high, lanes >> 8));
+    return low + __builtin_popcount(lanes >> 8);
+}
+TM_INLINE int pack(Floats a, uint32_t lanes, float* to) {
+    return pack(Ints{_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}, lanes, (int32_t*)to);
+}
+TM_INLINE Ints lane_numbers() { return {_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set_epi32(15, 14, 13, 12, 11, 10, 9, 8)}; }
+TM_INLINE Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
+
+struct Doubles {
+    __m256d quarters[4];
+};
+TM_INLINE Doubles zero_doubles() { return {{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}}; }
+TM_INLINE __m256d add_four(__m256d a, __m128 b) { return _mm256_add_pd(a, _mm256_cvtps_pd(b)); }
+TM_INLINE Doubles add(Doubles a, Floats b) {
+    return {{add_four(a.quarters[0], _mm256_castps256_ps128(b.low)), add_four(a.quarters[1], _mm256_extractf128_ps(b.low, 1)),
+             add_four(a.quarters[2], _mm256_castps256_ps128(b.high)), add_four(a.quarters[3], _mm256_extractf128_ps(b.high, 1))}};
+}
+TM_INLINE void store(double* p, Doubles a) {
+    TM_EACH(i, 4) _mm256_storeu_pd(p + 4 * i, a.quarters[i]);
+}
+
 TM_INLINE __m256 exp2_half(__m256 x) {
     x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);  // in this order NaN stays
     const __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -265,6 +357,14 @@ TM_INLINE __m256 exp2_half(__m256 x) {
 TM_INLINE Floats exp2(Floats x) { return {exp2_half(x.low), exp2_half(x.high)}; }
 
 #endif
+
+// In one order on every processor.
+TM_INLINE double sum(Doubles a) {
+    double lanes[kLanes];
+    store(lanes, a);
+    for (int half = kLanes / 2; half; half /= 2) TM_EACH(i, half) lanes[i] += lanes[half + i];
+    return lanes[0];
+}
 
 // x * sigmoid(x)
 TM_INLINE Floats silu(Floats x) {

@@ -1,0 +1,30 @@
+"""What both ways of choosing tokens, torch and the C++ kernels, have in common: their result, and what parameters mean.
+
+Must not know: torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill_executor.runner import SampledLogprobs, SamplingParams
+
+# Temperatures below are greedy, as in vLLM.
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Of each row its largest logit after edits and its token, which means nothing where that is not finite. `logprobs` by row."""
+
+    largest: list[float]
+    tokens: list[int]
+    logprobs: dict[int, SampledLogprobs]
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < MIN_TEMPERATURE
+
+
+def is_truncated(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
