@@ -26,7 +26,10 @@ LARGE, SMALL = 1_000, 9
 
 
 class Mill:
-    """`nodes` are the schedulers that live, by name; one that is down starts again at its time in `back_s`."""
+    """`nodes` are the schedulers that live, by name; one that is down starts again at its time in `back_s`.
+
+    `seen_at`: the schedulers that a request was seen to be driven by. `fenced` counts those that found their lease gone.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -42,6 +45,8 @@ class Mill:
         self.nodes: dict[str, Node] = {}
         self.back_s: dict[str, float] = dict.fromkeys(self.told, 0.0)
         self.clients = Clients(rng, self._pick)
+        self.seen_at: dict[str, set[str]] = {}
+        self.fenced = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._mending: list[asyncio.TimerHandle] = []
 
@@ -78,6 +83,7 @@ class Mill:
                 if node.failure is not None:
                     if not isinstance(node.failure, LeaseLost):
                         raise node.failure
+                    self.fenced += 1
                     await self._down(name, 0.2)
             for name in [name for name, back_s in self.back_s.items() if back_s <= unix_s()]:
                 node = Node(name, self.told[name], self.ledger, self.rng)
@@ -183,6 +189,7 @@ class Mill:
         leases = [status.lease for status in self.ledger.leases()]
         for node in self.nodes.values():
             for request_id in drives(node) if node.lease in leases and node.failure is None else ():
+                self.seen_at.setdefault(request_id, set()).add(node.name)
                 stored = self.ledger.find(request_id)
                 assert stored is not None, f"{request_id} is driven and not accepted"
                 assert stored.lease == node.lease.number, f"{request_id} is driven by {node.name} and is {stored.scheduler}'s"

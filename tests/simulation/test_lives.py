@@ -109,7 +109,7 @@ def test_random_lives_end_well(seed: int) -> None:
 
 
 def test_the_lives_reach_what_they_are_for() -> None:
-    """Guards the generator: every ending, takeovers, and requests that changed hands are seen."""
+    """Guards the generator: endings, schedulers that were fenced, and requests that changed hands are seen."""
     seen: Counter[str] = Counter()
     for seed in range(8):
         mill = live(lambda seed=seed: run(seed))  # type: ignore[misc]
@@ -117,4 +117,6 @@ def test_the_lives_reach_what_they_are_for() -> None:
             stored = mill.ledger.find(request_id)
             assert stored is not None
             seen[stored.state] += 1
-    assert all(seen[state] >= 3 for state in (State.DONE, State.CANCELLED, State.EXPIRED)), seen
+        seen["fenced"] += mill.fenced
+        seen["changed hands"] += sum(len(names) > 1 for names in mill.seen_at.values())
+    assert all(seen[kind] >= 3 for kind in (State.DONE, State.CANCELLED, State.EXPIRED, "fenced", "changed hands")), seen

@@ -9,6 +9,7 @@ import pytest
 from tokenmill_scheduler.core.choices import further_choices
 from tokenmill_scheduler.core.records import ExecutorsAwaited, Tick
 from tokenmill_scheduler.core.request import FinishReason, State
+from tokenmill_scheduler.core.waiting import WaitCode
 from tokenmill_scheduler.desk import Cancellation, Chunk, Ended, Unavailable
 from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.ledger.port import Handover, Lease, Submission
@@ -258,3 +259,38 @@ async def test_choices_of_a_request_at_several_schedulers_are_changed_by_one_cal
     assert list(ledger.unfinished()) == []
     for task in listening:
         task.cancel()
+
+
+async def test_a_cancel_that_misses_a_choice_on_its_way_to_another_scheduler_is_to_be_given_again() -> None:
+    """Found by a random life: the cancel was answered when it had reached the other choice."""
+    ledger = MemoryLedger()
+    (mine, my_lease), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await mine.submit(request("a", n=2, best_of=2))
+    ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
+    asking, sending = (asyncio.create_task(work) for work in (other.service.cancel("a", ""), other.service.relay.send()))
+
+    async def is_asked() -> bool:
+        return bool(ledger.received(my_lease))
+
+    await eventually(is_asked)
+    mine.loop.hand_over(("a/1",))
+    ledger.write([Handover("played", ("a/1",), (0,))], my_lease)
+    await obey(mine, my_lease)
+    with pytest.raises(Unavailable, match="a/1 is changing hands"):
+        await asking
+    await obey(other, lease)
+    assert await other.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
+    sending.cancel()
+
+
+async def test_a_long_request_is_not_failed_between_a_takeover_and_its_news() -> None:
+    """Found by a random life: the large executor was no other scheduler's any more, and not awaited here yet."""
+    ledger = MemoryLedger()
+    (mine, my_lease), (other, lease) = start(ledger, "mine"), start(ledger, "other")
+    await drives(other, lease)
+    mine.executor = PlayedExecutor("small", total_blocks=2)
+    mine.loop.joined(mine.executor.drive())
+    ledger.take_over(my_lease, [lease.number])
+    await mine.service.handovers.look()
+    await mine.submit(replace(request("long"), prompt=tuple(range(20))))
+    assert (await mine.service.status("long")).wait_code == WaitCode.NEEDS_LARGER_EXECUTOR
