@@ -181,6 +181,7 @@ class ExecutorStatus:
     idle_share: float
     joined_s: float | None
     draining: bool = False
+    scheduler: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class Service:
         self._closed = False
         # Of this scheduler's lease: which requests are its own.
         self._lease: int | None = None
+        self._name = ""
         self.relay = Relay(ledger)
         self.followers = Followers(ledger, self.relay.tell, announce_s)
         self.handovers = Handovers(loop, ledger, writer, self.followers.hand_over, patience_s)
@@ -109,6 +110,7 @@ class Service:
     def open(self, lease: Lease) -> None:
         """Requests of this lease are this scheduler's, others are changed and followed through the ledger."""
         self._lease = lease.number
+        self._name = lease.scheduler
         self.handovers.open(lease)
 
     def close(self) -> None:
@@ -337,7 +339,7 @@ class Service:
         return RequestStatus(stored) if why is None else RequestStatus(stored, why.words, why.code)
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
-        return self._loop.executors()
+        return tuple([replace(s, scheduler=self._name) if s.connected else s for s in self._loop.executors()])
 
     def load(self) -> Load:
         return self._loop.load()

@@ -60,6 +60,7 @@ def mill(postgres: PostgresServer) -> Iterator[Mill]:
 
 async def executors_of(caller: Caller) -> list[str]:
     answer = await caller.admin.ListExecutors(admin_pb2.ListExecutorsRequest())
+    assert all(bool(executor.scheduler) == executor.connected for executor in answer.executors)
     return sorted(executor.name for executor in answer.executors if executor.connected)
 
 

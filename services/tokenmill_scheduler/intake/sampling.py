@@ -18,6 +18,7 @@ from tokenmill_scheduler.intake.violations import Violations
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,9 @@ def _check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int, viol
 
 
 def _check_logit_bias(params: SamplingParams, field: str, vocab_size: int, violations: Violations) -> None:
+    if len(params.logit_bias) > MAX_BIASED_TOKENS:
+        violations.add(field, f"must be of at most {MAX_BIASED_TOKENS} tokens; got {len(params.logit_bias)}")
+        return
     for token_id, bias in sorted(params.logit_bias.items()):
         if not 0 <= token_id < vocab_size:
             violations.add(field, f"token ids must be from 0 to {vocab_size - 1}; got {token_id}")

@@ -131,6 +131,7 @@ def executor(status: ExecutorStatus) -> admin_pb2.Executor:
         idle_share=status.idle_share,
         joined_at=_optional_timestamp(status.joined_s),
         draining=status.draining,
+        scheduler=status.scheduler,
     )
 
 

@@ -99,8 +99,10 @@ async def test_c50_stop_token_ids_outside_the_vocabulary(served: Served, token_i
     assert list(found) == ["request.sampling.stop_token_ids[1]"]
 
 
-@pytest.mark.parametrize("bias", [{-1: 1.0}, {VOCAB: 1.0}, {3: 100.5}, {3: math.nan}, {3: math.inf}])
-async def test_c51_logit_bias_outside_the_vocabulary_or_range(served: Served, bias: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    "bias", [{-1: 1.0}, {VOCAB: 1.0}, {3: 100.5}, {3: math.nan}, {3: math.inf}, dict.fromkeys(range(1_025), 0.0)]
+)
+async def test_c51_logit_bias_outside_the_vocabulary_or_range_or_of_too_many(served: Served, bias: dict[int, float]) -> None:
     assert list(await refused(served, spec(sampling=SamplingParams(logit_bias=bias)))) == ["request.sampling.logit_bias"]
 
 

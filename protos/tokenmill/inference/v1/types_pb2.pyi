@@ -198,7 +198,7 @@ class SamplingParams(_message.Message):
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Token id → value added to its logit, each in [-100, 100]."""
+        """Token id → value added to its logit, each in [-100, 100]; of at most 1,024 tokens."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
