@@ -7,8 +7,8 @@ from collections.abc import Awaitable
 
 import pytest
 from structlog.testing import capture_logs
-from tokenmill_scheduler.core.comeback import MOST_S, UNKNOWN_S, Comebacks, delay_s
 from tokenmill_scheduler.core.backlog import QueueLimits
+from tokenmill_scheduler.core.comeback import MOST_S, UNKNOWN_S, Comebacks, delay_s
 from tokenmill_scheduler.core.drain import Drain
 from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.quotas import Quota
