@@ -19,7 +19,7 @@ import asyncio
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -57,10 +57,11 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Compared:
     """`drift`: how much longer the same steps took after the load than before. `steps`: of the load's own steps, what they were
-    foretold to take together over what they took."""
+    foretold to take together over what they took. `at_its_speed`: foretold with all steps longer or shorter by that factor."""
 
     name: str
     foretold: Outcome
+    at_its_speed: Outcome
     measured: Outcome
     drift: float
     steps: float
@@ -97,15 +98,18 @@ async def measure_all(address: str, journal: Path, options: argparse.Namespace) 
 
 
 def compare(recorded: Recorded) -> list[Compared]:
-    found = []
-    for place, phase in enumerate(recorded.phases):
-        if phase.is_load:
-            before, after = place - 1, place + 2
-            machines = recorded.machines([before, after])
-            foretold = foretold_outcome(recorded.run(phase.arrivals, machines, phase.seed))
-            drift = recorded.steps_share(before, machines) / recorded.steps_share(after, machines) - 1
-            found.append(Compared(phase.name, foretold, measured_outcome(phase.run), drift, recorded.steps_share(place, machines)))
-    return found
+    return [_compared(recorded, place) for place, phase in enumerate(recorded.phases) if phase.is_load]
+
+
+def _compared(recorded: Recorded, place: int) -> Compared:
+    phase, before, after = recorded.phases[place], place - 1, place + 2
+    machines = recorded.machines([before, after])
+    foretold, at_its_speed = (
+        foretold_outcome(recorded.run(phase.arrivals, on, phase.seed)) for on in (machines, recorded.as_fast_as(place, machines))
+    )
+    drift = recorded.steps_share(before, machines) / recorded.steps_share(after, machines) - 1
+    steps = recorded.steps_share(place, machines)
+    return Compared(phase.name, foretold, at_its_speed, measured_outcome(phase.run), drift, steps)
 
 
 def foretold_outcome(done: Run) -> Outcome:
@@ -141,18 +145,21 @@ def table(model: str, fitted: Fit, machines: Machines, found: Sequence[Compared]
         "",
         f"`python -m benchmarks.prediction`; {os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the "
         f"end; {SLOTS} slots. {_in_words(fitted, machines)} Foretold / measured (bar: within 10 %); latencies are medians. Drift: "
-        "how much longer a calibration's steps took after the load than before. Steps: the load's own, as foretold / as measured.",
+        "how much longer a calibration's steps took after the load than before. Steps: the load's own, as foretold / as measured; "
+        "the second row of a load is foretold with all steps longer or shorter by that much, for a machine as fast as it was then.",
         "",
         "| arrivals | output tokens/s | first token ms | time per output token ms | end-to-end ms | drift | steps |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in found:
-        cells = []
-        for field in fields(Outcome):
-            foretold, measured = getattr(one.foretold, field.name), getattr(one.measured, field.name)
-            cells.append(f"{foretold:,.1f} / {measured:,.1f} ({foretold / measured - 1:+.1%})")
-        lines.append(f"| {one.name} | {' | '.join(cells)} | {one.drift:+.1%} | {one.steps - 1:+.1%} |")
+        lines.append(f"| {one.name} | {_cells(one.foretold, one.measured)} | {one.drift:+.1%} | {one.steps - 1:+.1%} |")
+        lines.append(f"| – at its own speed | {_cells(one.at_its_speed, one.measured)} | | |")
     return "\n".join([*lines, ""])
+
+
+def _cells(foretold: Outcome, measured: Outcome) -> str:
+    pairs = zip(astuple(foretold), astuple(measured), strict=True)
+    return " | ".join(f"{value:,.1f} / {was:,.1f} ({value / was - 1:+.1%})" for value, was in pairs)
 
 
 def _in_words(fitted: Fit, machines: Machines) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -12,7 +12,7 @@ from tokenmill_scheduler.core.records import Effect, Event, ExecutorJoined
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.journal.replay import replay
 from tokenmill_simulator.compare import Machines, Run, run
-from tokenmill_simulator.cost import ServiceCost
+from tokenmill_simulator.cost import ServiceCost, StepCost
 from tokenmill_simulator.figures import Target
 from tokenmill_simulator.fit import Fit, fit
 from tokenmill_simulator.recording import Recording
@@ -65,6 +65,11 @@ class Recorded:
         """What these machines would take for the steps of a phase over what they took."""
         loads, seconds = self._recordings[place].measured_steps
         return sum(map(machines.cost.seconds, loads)) / sum(seconds)
+
+    def as_fast_as(self, place: int, machines: Machines) -> Machines:
+        """The same, all their steps longer or shorter by one factor, so that together they take what those of a phase took."""
+        share = self.steps_share(place, machines)
+        return replace(machines, cost=StepCost(*[term_s / share for term_s in astuple(machines.cost)]))
 
     def run(self, arrivals: Sequence[Arrival], machines: Machines, seed: int) -> Run:
         """Under the service's own settings, and with the very prompts that were sent."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -18,6 +19,8 @@ SEED = 7
 PROBES = tuple(Arrival(0.1 * number, 1, 1) for number in range(20))
 # Before anything is measured: memory that is touched for the first time takes its time.
 WARM_UP = (Arrival(0.0, 4096, 8),) * 3
+# About what those that only decode take before others join them.
+_DECODING_S = 2.0
 PROBING, CALIBRATING, WARMING_UP = "probes", "calibration", "warm-up"
 
 
@@ -37,11 +40,14 @@ class Phase:
 
 
 def calibration(requests: int = 24) -> tuple[Arrival, ...]:
-    """Prompts of 8 to 4,096 tokens, evenly by their logarithms, that find the service idle, half busy and full."""
+    """Eight short prompts whose outputs end one after the other, for decodes of each number; then prompts of 8 to 4,096 tokens,
+    evenly by their logarithms, that find the service idle, half busy and full."""
     draw = Random(SEED)
+    together = [Arrival(0.0, 16 * (number + 1), 16 * (number + 1)) for number in range(8)]
     lengths = [round(length) for length in np.geomspace(8, 4096, requests)]
     draw.shuffle(lengths)
-    return poisson([Arrival(0.0, length, draw.randint(16, 64)) for length in lengths], rate=1.5, seed=SEED)
+    spread = poisson([Arrival(0.0, length, draw.randint(16, 64)) for length in lengths], rate=1.5, seed=SEED)
+    return (*together, *[replace(arrival, at_s=_DECODING_S + arrival.at_s) for arrival in spread])
 
 
 class Measurer:
@@ -57,6 +63,7 @@ class Measurer:
         spec = Spec(name, arrivals, rate=None, seed=seed, repeat=1, warmup=0, label="")
         measured = (await bench(self._server, spec, Console(quiet=True))).runs[0]
         assert not measured.failures, measured.failures
+        print(f"{name}: {measured.wall_s:.0f} s", file=sys.stderr)
         self.phases.append(Phase(name, since_s, arrivals, seed, measured))
 
     async def calibrate(self) -> None:
