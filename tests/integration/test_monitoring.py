@@ -103,6 +103,6 @@ def test_every_metric_is_on_the_dashboard_or_has_its_reason_not_to_be(scraped: d
         "tokenmill_overload_changes_total",
         "tokenmill_executor_steps_total", "tokenmill_executor_wait_seconds_total", "tokenmill_executor_computed_tokens_total",
         "tokenmill_executor_cached_tokens_total", "tokenmill_executor_sampled_tokens_total", "tokenmill_executor_blocks",
-        "tokenmill_executor_plans_queued", "tokenmill_executor_kv_offload_blocks",
+        "tokenmill_executor_plans_queued", "tokenmill_executor_plans_total", "tokenmill_executor_kv_offload_blocks",
     }  # fmt: skip
     assert told - series == unshown
