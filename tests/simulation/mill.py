@@ -80,7 +80,7 @@ class Mill:
         """Starts schedulers that are down when it is time, and those that have found themselves fenced."""
         while True:
             for name, node in list(self.nodes.items()):
-                if node.failure is not None:
+                if node.failure is not None and self.nodes.get(name) is node:
                     if not isinstance(node.failure, LeaseLost):
                         raise node.failure
                     self.fenced += 1
