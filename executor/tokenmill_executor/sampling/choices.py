@@ -1,13 +1,11 @@
-"""What both ways of choosing tokens, torch and the C++ kernels, have in common: their result, and what parameters mean.
-
-Must not know: torch.
-"""
+"""What both ways of choosing tokens, torch and the C++ kernels, have in common: their result, and what parameters mean."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill_executor.runner import SampledLogprobs, SamplingParams
+from tokenmill_executor.runner import SampledLogprobs, SamplingInput, SamplingParams
+from tokenmill_executor.sampling.edits import edits_logits
 
 # Temperatures below are greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
@@ -20,6 +18,11 @@ class Choices:
     largest: list[float]
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs]
+
+
+def is_plain(sample: SamplingInput) -> bool:
+    """Whether its token is that of the largest logit as it is, and nothing else is asked for."""
+    return is_greedy(sample.params) and sample.params.logprobs is None and not edits_logits(sample)
 
 
 def is_greedy(params: SamplingParams) -> bool:

@@ -1,7 +1,7 @@
 """Chooses tokens with the C++ kernels (cpu/csrc/sampling.cpp), from logits on a CPU: ten times faster than torch and more.
 
-The rules are those of `draw`. Exponentials differ in their last digits, so once in a long time a seeded draw differs from torch's; from
-its own it never does, whatever the batch, the threads and the instruction set.
+The rules are those of `draw`. Exponentials differ in their last digits, so once in a long time a seeded draw differs from torch's;
+from its own it never does, whatever the batch, the threads and the instruction set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tokenmill_executor.runner import SampledLogprobs, SamplingInput
 from tokenmill_executor.sampling.choices import Choices, is_greedy
 from tokenmill_executor.sampling.edits import edit_logits, edits_logits
 from tokenmill_executor.sampling.uniform import uniforms
+from tokenmill_executor.upload import integers
 
 Records = npt.NDArray[np.void]
 
@@ -33,12 +34,13 @@ class SamplingKernels:
         self._threads = threads or torch.get_num_threads()
         self._library = library.load(instruction_set or library.best_instruction_set(library.processor_flags()) or "")
         self._workspace = np.empty(0, np.uint8)
+        self._edited = torch.empty((0, 0))
 
     def choose(self, logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...]) -> Choices:
         """[rows, vocab_size] float32, which stay as they are."""
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
         records = _records(rows, samples)
-        edited = _edit(rows, samples, eos_token_ids, records)
+        self._edit(rows, samples, eos_token_ids, records)
         width = max(0, min(int(records["top"].max()), rows.shape[1]))
         top_tokens, top_logprobs = np.empty((len(rows), width), np.int32), np.empty((len(rows), width), np.float32)
         self._library.tm_sample(
@@ -51,10 +53,23 @@ class SamplingKernels:
             self._threads,
             self._room(rows.shape[1]),
         )
-        del edited
         asked = [row for row, sample in enumerate(samples) if sample.params.logprobs is not None]
         logprobs = {row: _logprobs(records[row], top_tokens[row], top_logprobs[row]) for row in asked}
         return Choices(records["largest"].tolist(), records["token"].tolist(), logprobs)
+
+    def _edit(
+        self, logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...], records: Records
+    ) -> None:
+        """Points the records of edited rows at copies of them, in memory that is kept: new pages cost more than the copy."""
+        rows = [row for row, sample in enumerate(samples) if edits_logits(sample)]
+        if not rows:
+            return
+        if self._edited.shape[1] != logits.shape[1] or len(self._edited) < len(rows):
+            self._edited = torch.empty((2 * len(rows), logits.shape[1]))
+        edited = self._edited[: len(rows)]
+        torch.index_select(logits, 0, integers(rows, logits.device), out=edited)
+        edit_logits(edited, [samples[row] for row in rows], eos_token_ids)
+        records["logits"][rows] = _pointers(edited)
 
     def _room(self, vocab_size: int) -> int:
         size = self._library.tm_sample_workspace_bytes(vocab_size, self._threads)
@@ -66,28 +81,19 @@ class SamplingKernels:
 def _records(logits: torch.Tensor, samples: Sequence[SamplingInput]) -> Records:
     params = [sample.params for sample in samples]
     records = np.empty(len(samples), library.SAMPLE_ROW)
-    row_bytes = logits.stride(0) * logits.itemsize
-    records["logits"] = np.arange(len(samples), dtype=np.uint64) * np.uint64(row_bytes) + np.uint64(logits.data_ptr())
+    records["logits"] = _pointers(logits)
     records["temperature"] = [0.0 if is_greedy(param) else param.temperature for param in params]
     records["uniform"] = uniforms([param.seed for param in params], [len(sample.token_ids) for sample in samples])
     records["top_p"] = [param.top_p for param in params]
     records["min_p"] = [param.min_p for param in params]
-    records["top_k"] = [param.top_k for param in params]
+    records["top_k"] = [param.top_k if param.top_k < logits.shape[1] else 0 for param in params]
     records["top"] = [-1 if param.logprobs is None else param.logprobs for param in params]
     return records
 
 
-def _edit(
-    logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...], records: Records
-) -> torch.Tensor | None:
-    """Copies of the rows that are edited; their records point at them, so they have to live as long."""
-    rows = [row for row, sample in enumerate(samples) if edits_logits(sample)]
-    if not rows:
-        return None
-    edited = logits[rows]
-    edit_logits(edited, [samples[row] for row in rows], eos_token_ids)
-    records["logits"][rows] = [row.data_ptr() for row in edited]
-    return edited
+def _pointers(rows: torch.Tensor) -> npt.NDArray[np.uint64]:
+    row_bytes = rows.stride(0) * rows.itemsize
+    return np.arange(len(rows), dtype=np.uint64) * np.uint64(row_bytes) + np.uint64(rows.data_ptr())
 
 
 def _logprobs(record: np.void, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> SampledLogprobs:

@@ -1,8 +1,8 @@
 """Chooses the tokens of one step: edits, log probabilities, temperature, truncation, draw.
 
 In the order of vLLM: logit bias, penalties, min_tokens; log probabilities of what that leaves; temperature, top-k, top-p, min-p.
-Rows that are greedy and ask for nothing else, the common case of tests, cost one argmax over all of them. On a CPU the C++ kernels
-choose, where they run; everywhere else torch does.
+Where all rows are greedy and ask for nothing else they cost one argmax over all of them. Else the C++ kernels choose, on a CPU that
+runs them; everywhere else torch does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from tokenmill_executor.runner import SamplingInput, StepOutput
 from tokenmill_executor.sampling import tensors
+from tokenmill_executor.sampling.choices import is_plain
 from tokenmill_executor.sampling.edits import edits_logits
 from tokenmill_executor.sampling.kernels import SamplingKernels
 
@@ -32,8 +33,10 @@ class Sampler:
         """[rows, vocab_size] float32, a row for each of `samples`. Does not change `logits`. Times are left 0."""
         if not samples:
             return StepOutput([])
-        choose = tensors.choose if self._kernels is None or logits.device.type != "cpu" else self._kernels.choose
-        choices = choose(logits, samples, self._eos_token_ids)
+        if self._kernels is None or logits.device.type != "cpu" or all(map(is_plain, samples)):
+            choices = tensors.choose(logits, samples, self._eos_token_ids)
+        else:
+            choices = self._kernels.choose(logits, samples, self._eos_token_ids)
         errors = {row: _fault(samples[row], value) for row, value in enumerate(choices.largest) if not math.isfinite(value)}
         logprobs = {row: found for row, found in choices.logprobs.items() if row not in errors}
         return StepOutput(choices.tokens, logprobs=logprobs, errors=errors)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tokenmill_executor.runner import SampledLogprobs, SamplingInput, SamplingParams
-from tokenmill_executor.sampling.choices import Choices, is_greedy, is_truncated
+from tokenmill_executor.sampling.choices import Choices, is_greedy, is_plain, is_truncated
 from tokenmill_executor.sampling.draw import Truncation, draw, draw_truncated
 from tokenmill_executor.sampling.edits import edit_logits, edits_logits
 from tokenmill_executor.sampling.uniform import uniforms
@@ -17,7 +17,7 @@ from tokenmill_executor.upload import floats, integers, upload
 def choose(logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...]) -> Choices:
     """[rows, vocab_size] float32, which stay as they are."""
     maxima, tokens = _largest(logits)
-    special = [row for row, sample in enumerate(samples) if not _is_plain(sample)]
+    special = [row for row, sample in enumerate(samples) if not is_plain(sample)]
     logprobs: dict[int, SampledLogprobs] = {}
     if special:
         rows = integers(special, logits.device)
@@ -41,10 +41,6 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return maxima, tokens
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.gather(1, tokens[:, None]).squeeze(1), tokens
-
-
-def _is_plain(sample: SamplingInput) -> bool:
-    return is_greedy(sample.params) and sample.params.logprobs is None and not edits_logits(sample)
 
 
 def _draw_random(

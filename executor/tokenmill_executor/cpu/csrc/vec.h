@@ -104,7 +104,7 @@ TM_INLINE Floats keep_between(Floats x, int first, int begin, int end, Floats ot
 TM_INLINE uint32_t at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 TM_INLINE uint32_t not_numbers(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 // a in lanes in which x >= bound, else 0.
-TM_INLINE Floats zero_below(Floats a, Floats x, Floats bound) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), a); }
+TM_INLINE Floats zero_below(Floats a, Floats x, Floats bound) { return _mm512_maskz_mov_ps(__mmask16(at_least(x, bound)), a); }
 // x * 2^whole for -126 <= whole <= 127.
 TM_INLINE Floats times_power(Floats x, Floats whole) { return _mm512_scalef_ps(x, whole); }
 
