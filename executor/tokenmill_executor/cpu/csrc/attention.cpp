@@ -2,9 +2,10 @@
 //
 // An item is a stretch of a sequence's queries against a stretch of its keys, for one KV head: the query heads that share it are
 // further rows. Keys pass in tiles of six blocks under an online softmax (Milakov and Gimelshein, 2018; tiled as in
-// FlashAttention-2, Dao, 2023). A tile's V is fetched ahead while Q K^T runs and the next tile's K while P V runs: blocks lie
-// anywhere, and the hardware does not guess them. A decode's long context is split and merged after (Dao et al., Flash-Decoding,
-// 2023), by its length alone: a sequence's numbers are the same to the last bit whatever else is in the batch.
+// FlashAttention-2, Dao, 2023). A tile's V is fetched ahead while Q K^T runs, and K of the next tile or of the next item while P V
+// runs: blocks lie anywhere, and the hardware does not guess them. A decode's long context is split and merged after (Dao et al.,
+// Flash-Decoding, 2023), by its length alone: a sequence's numbers are the same to the last bit whatever else is in the batch.
+#include <algorithm>
 #include <cmath>
 
 #include "attention_tiles.h"
@@ -27,13 +28,19 @@ struct Head {
         const int block = b.block_tables[int64_t(item.sequence) * b.table_width + index];
         return (size_t(block) * m.kv_heads + kv_head) * kv_head_bytes(m.kv_kind, m.head_dim);
     }
+    // Block number `c` of the item's keys, or the last one.
+    const uint8_t* keys_at(int c) const {
+        return layer.k_cache + block_at(std::min(item.begin_key / kBlock + c, (item.end_key - 1) / kBlock));
+    }
 };
 
-// Scales a row's scores and hides what its query must not see: later positions and those that its window has left behind.
+// Scales a row's scores and hides what its query must not see: later positions and those that its window has left behind. Returns
+// the largest that is left, or `top` where that is larger.
 template <typename Cache>
-TM_INLINE void mask_row(const Model& m, const Layer& layer, const KeyTile& t, Scratch& s, int row, float* scores) {
+TM_INLINE float mask_row(const Model& m, const Layer& layer, const KeyTile& t, Scratch& s, int row, float* scores, float top) {
     const Floats scale = splat(m.attention_scale * kLog2e), hidden = splat(-INFINITY);
     const int position = s.position[row], begin = layer.window ? position - layer.window + 1 : 0;
+    Floats most = splat(top);
     for (int c = 0; c < t.blocks; c++) {
         Floats x = Cache::scale_scores(t, s, row, c, mul(load(scores + c * kBlock), scale));
         const int first = t.first + c * kBlock;
@@ -43,27 +50,27 @@ TM_INLINE void mask_row(const Model& m, const Layer& layer, const KeyTile& t, Sc
         } else if (first < begin || first + kBlock > position + 1) {
             x = keep_between(x, first, begin, position + 1, hidden);
         }
+        most = max(x, most);
         store(scores + c * kBlock, x);
     }
+    return largest(most);
 }
 
-// One row's step of the online softmax, in powers of 2, in place. Returns what scales the sums so far.
-TM_INLINE float soften_row(const KeyTile& t, float* scores, float& top, float& total) {
-    Floats most = splat(top);
-    for (int c = 0; c < t.blocks; c++) most = max(load(scores + c * kBlock), most);
-    const float new_top = largest(most);
+// 2^(score - top) of a row, as `values` takes it; returns the sum.
+template <typename Cache>
+TM_INLINE float soften_row(const KeyTile& t, Scratch& s, int r, float top) {
+    float* const scores = s.scores + r * kTileKeys;
     Floats sums = zeros();
     for (int c = 0; c < t.blocks; c++) {
-        const Floats x = exp2(sub(load(scores + c * kBlock), splat(new_top)));
+        const Floats x = exp2(sub(load(scores + c * kBlock), splat(top)));
         sums = add(sums, x);
-        store(scores + c * kBlock, x);
+        Cache::put_probability(s, r, c, x);
     }
-    const float alpha = std::exp2(top - new_top);
-    top = new_top;
-    total = total * alpha + sum(sums);
-    return alpha;
+    Cache::finish_probabilities(t, s, r);
+    return sum(sums);
 }
 
+// The online softmax, in powers of 2, between the two products of a tile of keys.
 template <typename Cache>
 struct RowTiles {
     const Head& head;
@@ -73,14 +80,17 @@ struct RowTiles {
     template <int R>
     void run(int row) const {
         const int head_dim = head.m.head_dim;
-        float alpha[R];
+        float alpha[kLanes] = {};  // what scales the sums so far
         all_scores<Cache, R>(t, s, row, head_dim);
         for (int r = 0; r < R; r++) {
-            float* const scores = s.scores + r * kTileKeys;
-            mask_row<Cache>(head.m, head.layer, t, s, row + r, scores);
-            alpha[r] = soften_row(t, scores, s.top[row + r], s.total[row + r]);
-            Cache::put_probabilities(t, s, r);
+            float& top = s.top[row + r];
+            const float before = top;
+            top = mask_row<Cache>(head.m, head.layer, t, s, row + r, s.scores + r * kTileKeys, before);
+            alpha[r] = before - top;
         }
+        store(alpha, exp2(load(alpha)));
+        for (int r = 0; r < R; r++)
+            s.total[row + r] = s.total[row + r] * alpha[r] + soften_row<Cache>(t, s, r, s.top[row + r]);
         all_values<Cache, R>(t, s, row, head_dim, alpha);
     }
 };
@@ -100,12 +110,12 @@ void gather_queries(const Head& h, const bf16* q, Scratch& s) {
         }
 }
 
-void point_at_blocks(const Head& h, int first_block, int end_block, KeyTile& t) {
+void point_at_blocks(const Head& h, const Head& next_head, int first_block, int end_block, KeyTile& t) {
     for (int c = 0; c < t.blocks; c++) {
         const int next = first_block + t.blocks + c;
         t.k[c] = h.layer.k_cache + h.block_at(first_block + c);
         t.v[c] = h.layer.v_cache + h.block_at(first_block + c);
-        t.next_k[c] = next < end_block ? h.layer.k_cache + h.block_at(next) : t.k[c];
+        t.next_k[c] = next < end_block ? h.layer.k_cache + h.block_at(next) : next_head.keys_at(next - end_block);
         // Where int8 has them; bfloat16 does not look.
         t.k_scales[c] = (const float*)(t.k[c] + size_t(kBlock) * h.m.head_dim);
         t.v_scales[c] = (const float*)(t.v[c] + size_t(kBlock) * h.m.head_dim);
@@ -113,7 +123,7 @@ void point_at_blocks(const Head& h, int first_block, int end_block, KeyTile& t) 
 }
 
 template <typename Cache>
-void visit_keys(const Head& h, int begin_key, int end_key, int rows, Scratch& s) {
+void visit_keys(const Head& h, const Head& next, int begin_key, int end_key, int rows, Scratch& s) {
     const int end_block = (end_key + kBlock - 1) / kBlock;
     int blocks;
     for (int block = begin_key / kBlock; block < end_block; block += blocks) {
@@ -122,7 +132,7 @@ void visit_keys(const Head& h, int begin_key, int end_key, int rows, Scratch& s)
         t.blocks = blocks;
         t.first = block * kBlock;
         t.end = end_key;
-        point_at_blocks(h, block, end_block, t);
+        point_at_blocks(h, next, block, end_block, t);
         const RowTiles<Cache> tiles{h, t, s};
         if (rows <= 8)
             run_tile<8>(tiles, rows, 0);
@@ -150,15 +160,15 @@ void finish_rows(const Head& h, const Partials& partials, bf16* out, Scratch& s)
 }
 
 template <typename Cache>
-void attend(const Head& h, const bf16* q, const Partials& partials, bf16* out, Scratch& s) {
+void attend(const Head& h, const Head& next, const bf16* q, const Partials& partials, bf16* out, Scratch& s) {
     const int rows = h.item.tokens * h.group;
     gather_queries<Cache>(h, q, s);
     // With a window the first keys are visited for the sinks, then those in reach of the first query.
     const int window_begin = h.layer.window ? h.b.positions[h.item.first_token] - h.layer.window + 1 : 0;
     const int begin = window_begin > h.item.begin_key ? window_begin / kBlock * kBlock : h.item.begin_key;
     const int sinks = h.item.begin_key == 0 && begin > 0 ? (h.m.sinks < begin ? h.m.sinks : begin) : 0;
-    if (sinks) visit_keys<Cache>(h, 0, (sinks + kBlock - 1) / kBlock * kBlock, rows, s);
-    if (begin < h.item.end_key) visit_keys<Cache>(h, begin, h.item.end_key, rows, s);
+    if (sinks) visit_keys<Cache>(h, next, 0, (sinks + kBlock - 1) / kBlock * kBlock, rows, s);
+    if (begin < h.item.end_key) visit_keys<Cache>(h, next, begin, h.item.end_key, rows, s);
     finish_rows(h, partials, out, s);
 }
 
@@ -189,13 +199,15 @@ int attention_items(const Model& m, const Batch& b, bool split, AttentionItem* i
 
 void attention(Team& team, const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items,
                int num_items, const Partials& partials, void* scratch, bf16* out) {
-    team.each(num_items * m.kv_heads, [&](int task, int worker) {
+    const int tasks = num_items * m.kv_heads, group = m.heads / m.kv_heads;
+    const auto head_of = [&](int task) { return Head{m, layer, b, items[task / m.kv_heads], task % m.kv_heads, group}; };
+    team.each(tasks, [&](int task, int worker) {
         Scratch& mine = ((Scratch*)scratch)[worker];
-        const Head head{m, layer, b, items[task / m.kv_heads], task % m.kv_heads, m.heads / m.kv_heads};
+        const Head head = head_of(task), next = head_of(std::min(task + 1, tasks - 1));
         if (m.kv_kind == kKvInt8)
-            attend<Int8Cache>(head, q, partials, out, mine);
+            attend<Int8Cache>(head, next, q, partials, out, mine);
         else
-            attend<Bf16Cache>(head, q, partials, out, mine);
+            attend<Bf16Cache>(head, next, q, partials, out, mine);
     });
 }
 

@@ -69,7 +69,7 @@ struct Bf16Cache {
             Ints k[C];
             TM_EACH(c, C) {
                 k[c] = load_ints((const Pair*)t.k[first + c] + d * kBlock);
-                prefetch((const Pair*)t.v[first + c] + d * kBlock);
+                prefetch_l2((const Pair*)t.v[first + c] + d * kBlock);
             }
             tile_step(tile, a + d, pairs, k);
         }
@@ -77,11 +77,9 @@ struct Bf16Cache {
             TM_EACH(c, C) store(s.scores + r * kTileKeys + (first + c) * kBlock, tile.at[r][c]);
     }
 
-    // Leaves a row's probabilities as `values` takes them.
-    TM_INLINE void put_probabilities(const KeyTile& t, Scratch& s, int r) {
-        for (int c = 0; c < t.blocks; c++)
-            store_bf16(s.p + r * kTileKeys + c * kBlock, load(s.scores + r * kTileKeys + c * kBlock));
-    }
+    // Leaves one block of a row's probabilities as `values` takes them.
+    TM_INLINE void put_probability(Scratch& s, int r, int block, Floats x) { store_bf16(s.p + r * kTileKeys + block * kBlock, x); }
+    TM_INLINE void finish_probabilities(const KeyTile&, Scratch&, int) {}
 
     // Scales what there is of C vectors of the sums, from `dim`, by `alpha` and adds P V.
     template <int R, int C>
@@ -100,7 +98,7 @@ struct Bf16Cache {
                 Ints x[C];
                 TM_EACH(c, C) {
                     x[c] = load_ints(v + c * kLanes);
-                    prefetch(next + c * kLanes);
+                    prefetch_l2(next + c * kLanes);
                 }
                 tile_step(tile, a + i, kTileKeys / 2, x);
             }
@@ -167,7 +165,7 @@ struct Int8Cache {
             Ints k[C];
             TM_EACH(c, C) {
                 k[c] = load_ints((const Quad*)t.k[first + c] + d * kBlock);
-                prefetch((const Quad*)t.v[first + c] + d * kBlock);
+                prefetch_l2((const Quad*)t.v[first + c] + d * kBlock);
             }
             TM_EACH(r, 2 * R) {
                 const Ints broadcast = splat_int(a[r * quads + d]);
@@ -180,8 +178,10 @@ struct Int8Cache {
                       fma(to_floats(tile[2 * r][c]), splat(kBase), to_floats(tile[2 * r + 1][c])));
     }
 
+    TM_INLINE void put_probability(Scratch& s, int r, int block, Floats x) { store(s.scores + r * kTileKeys + block * kBlock, x); }
+
     // p times V's scale = unit * (255 * high + low)
-    TM_INLINE void put_probabilities(const KeyTile& t, Scratch& s, int r) {
+    TM_INLINE void finish_probabilities(const KeyTile& t, Scratch& s, int r) {
         float* const p = s.scores + r * kTileKeys;
         uint8_t* const high = s.p_codes + r * 2 * kTileKeys;
         uint8_t* const low = high + kTileKeys;
@@ -217,7 +217,7 @@ struct Int8Cache {
                 Ints x[C];
                 TM_EACH(c, C) {
                     x[c] = load_ints(v + c * kLanes);
-                    prefetch(next + c * kLanes);
+                    prefetch_l2(next + c * kLanes);
                 }
                 TM_EACH(r, 2 * R) {
                     const Ints broadcast = splat_int(a[r * kTileKeys / 4 + i]);

@@ -1,8 +1,8 @@
 // Activations times weight panels, bfloat16, int8 or int4, with the epilogue in registers.
 //
 // A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are
-// read once from memory, which is what decoding costs. A tile that is alone fetches a little ahead; of several, each fetches another
-// part of the next panel, so that reading memory and computing overlap.
+// read once from memory, which is what decoding costs. A tile that is alone fetches a little ahead; of several, each fetches
+// another part of the next panel, so that reading memory and computing overlap.
 #include "kernels.h"
 #include "tile.h"
 
@@ -13,10 +13,10 @@ constexpr int kVectors = kPanel / kLanes;
 constexpr int kRowsAtOnce = 128;  // rows of a task: enough tasks for all threads in a prefill, and a panel is reused 128 times
 constexpr int kAhead = 1024;      // bytes to fetch ahead in a panel that is passed over once
 constexpr int kLine = 64;         // bytes of a cache line
-constexpr int kFetches = 2;       // lines that a tile fetches at each step of depth, of at least three: the hardware completes a stream
+constexpr int kFetches = 2;       // lines that a tile fetches at each step of depth; with one alone the hardware does the rest
 
 TM_INLINE void fetch(const void* read, int64_t ahead) {
-    TM_EACH(i, kFetches) _mm_prefetch((const char*)read + ahead + i * kLine, _MM_HINT_T1);
+    TM_EACH(i, kFetches) prefetch_l2((const char*)read + ahead + i * kLine);
 }
 
 // Writes the first `columns` of a row's 48 results that begin at column `first`.

@@ -15,6 +15,9 @@ struct Tile {
     }
 };
 
+// Into the L2 cache, which takes in about twice as much at once as L1 where the hardware does not guess what comes next.
+TM_INLINE void prefetch_l2(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+
 // One step of depth: each row's pair, broadcast, times each column vector.
 template <int R, int C>
 TM_INLINE void tile_step(Tile<R, C>& t, const Pair* a, int64_t stride, const Ints (&b)[C]) {
