@@ -278,7 +278,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--max-num-batched-tokens": {"type": count, "default": 512, "help": "most tokens in a step, prefill and decode together"},
         "--num-scheduler-steps": {
             "type": count,
-            "default": 8,
+            "default": 16,
             "help": "most steps that an executor may take on one plan while all it has is to decode and nothing happens, within "
             "--commit-interval; whatever happens is seen to after the step in progress. 1: a plan for each",
         },
