@@ -21,6 +21,7 @@ from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
 from tokenmill_executor.model.weights import Checkpoint
 from tokenmill_executor.runner import RunnerDescription
+from tokenmill_executor.sampling import available_kernels
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +63,7 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
         raise ModelError(f"The attention backend {settings.attention_backend} is a choice for CUDA; on a CPU leave it auto.")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    sampling_kernels = available_kernels(torch.get_num_threads()) if device.type == "cpu" else None
     model = _model(checkpoint, dtype, device, max_model_len, settings)
     description = RunnerDescription(
         model=checkpoint.name,
@@ -73,7 +75,7 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
         block_groups=model.block_groups,
     )
     measure = partial(_cache_bytes, model, device, max_model_len, settings)
-    return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure)
+    return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure, sampling_kernels)
 
 
 def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, settings: LoadSettings) -> Model:
@@ -81,7 +83,7 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
     if device.type == "cpu" and dtype == torch.bfloat16:
         kernels = choose_kernels(checkpoint.config, checkpoint.tensors, _cpu_choice(settings, max_model_len))
         if kernels is not None:
-            # Sampling is all that is left to torch, whose idle threads would spin on the cores that the kernels' own threads want.
+            # Little is left to torch, and its idle threads would spin on the cores that the kernels' own threads want.
             torch.set_num_threads(1)
             return kernels
     if device.type == "cuda":

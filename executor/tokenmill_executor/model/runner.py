@@ -14,7 +14,7 @@ from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, is_
 from tokenmill_executor.model.host_memory import TorchHostMemory
 from tokenmill_executor.model.port import Model
 from tokenmill_executor.runner import Batch, DeviceLost, HostMemory, RunnerDescription, StepOutput
-from tokenmill_executor.sampling import Sampler, available_kernels
+from tokenmill_executor.sampling import Sampler, SamplingKernels
 
 
 class TorchRunner:
@@ -27,10 +27,11 @@ class TorchRunner:
         tokenizer: Mapping[str, bytes],
         device: torch.device,
         measure_memory: Callable[[], int],
+        sampling_kernels: SamplingKernels | None = None,
     ) -> None:
         self.description = description
         self._model = model
-        self._sampler = Sampler(description.eos_token_ids, available_kernels() if device.type == "cpu" else None)
+        self._sampler = Sampler(description.eos_token_ids, sampling_kernels)
         self._tokenizer = dict(tokenizer)
         self._device = device
         self._measure_memory = measure_memory

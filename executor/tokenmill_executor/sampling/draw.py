@@ -28,8 +28,11 @@ class Truncation:
 
 
 def draw(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[rows, vocab_size] float32 whose largest is 0 in each row, and [rows] float64 in [0, 1) → tokens [rows]."""
-    return _invert(scaled.exp(), uniform)
+    """[rows, vocab_size] float32 whose largest is 0 in each row, and [rows] float64 in [0, 1) → tokens [rows].
+
+    Overwrites `scaled`.
+    """
+    return _invert(scaled.exp_(), uniform)
 
 
 def draw_truncated(scaled: torch.Tensor, truncation: Truncation, uniform: torch.Tensor) -> torch.Tensor:

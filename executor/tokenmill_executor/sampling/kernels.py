@@ -22,16 +22,16 @@ from tokenmill_executor.upload import integers
 Records = npt.NDArray[np.void]
 
 
-def available_kernels() -> SamplingKernels | None:
+def available_kernels(threads: int) -> SamplingKernels | None:
     """None where they are not built or the processor cannot run them."""
-    return SamplingKernels() if support.available() is None else None
+    return SamplingKernels(threads) if support.available() is None else None
 
 
 class SamplingKernels:
-    """`threads` None is as many as torch has; `instruction_set` None is the best. Raises OSError where that is not built."""
+    """`instruction_set` None is the best. Raises OSError where that is not built."""
 
-    def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
-        self._threads = threads or torch.get_num_threads()
+    def __init__(self, threads: int, instruction_set: str | None = None) -> None:
+        self._threads = threads
         self._library = library.load(instruction_set or library.best_instruction_set(library.processor_flags()) or "")
         self._workspace = np.empty(0, np.uint8)
         self._edited = torch.empty((0, 0))

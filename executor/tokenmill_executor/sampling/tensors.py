@@ -59,7 +59,8 @@ def _draw_random(
         numbers = uniforms([param.seed for param in params], [len(samples[row].token_ids) for row in chosen])
         uniform = upload(numbers, logits.device)
         temperature = floats([param.temperature for param in params], logits.device)
-        scaled = (logits.index_select(0, rows) - maxima[rows, None]).div_(temperature[:, None])
+        taken = logits if len(chosen) == len(samples) else logits.index_select(0, rows)
+        scaled = (taken - maxima[rows, None]).div_(temperature[:, None])
         tokens[rows] = draw_truncated(scaled, _truncation(params, logits.device), uniform) if truncated else draw(scaled, uniform)
     return tokens
 
@@ -77,7 +78,8 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, samples: Sequence[Samp
     if not asked:
         return {}
     rows = integers(list(asked), logits.device)
-    distribution = logits.index_select(0, rows).log_softmax(dim=-1)
+    taken = logits if len(asked) == len(samples) else logits.index_select(0, rows)
+    distribution = taken.log_softmax(dim=-1)
     sampled = distribution.gather(1, tokens[rows, None]).squeeze(1).tolist()
     top, top_tokens = (part.tolist() for part in distribution.topk(min(max(asked.values()), logits.shape[1]), dim=-1))
     return {

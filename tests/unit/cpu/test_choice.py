@@ -10,6 +10,7 @@ import structlog
 import torch
 from tokenizers import Tokenizer, models
 from tokenmill_executor.cpu import choice as choice_module
+from tokenmill_executor.cpu import support
 from tokenmill_executor.cpu.build import INSTRUCTION_SETS, BuildFailed, build
 from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels
 from tokenmill_executor.cpu.library import REQUIRED_FLAGS, best_instruction_set, processor_flags
@@ -113,6 +114,23 @@ def test_settings_decide_what_runs_a_model(folder: Path, settings: dict[str, Any
     runner = load_runner(folder, device="cpu", **settings)
     assert type(runner._model) is kind
     assert runner.description.dtype == dtype
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_choose_tokens_of_either_model_on_all_threads(folder: Path, dtype: str) -> None:
+    """Though torch keeps one thread beside the kernels."""
+    before = torch.get_num_threads()
+    runner = load_runner(folder, device="cpu", dtype=dtype, threads=2)
+    torch.set_num_threads(before)
+    kernels = runner._sampler._kernels
+    assert kernels is not None
+    assert kernels._threads == 2
+
+
+def test_without_kernels_torch_chooses_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "available", lambda: "there are none")
+    assert load_runner(folder, device="cpu", dtype="float32")._sampler._kernels is None
 
 
 @needs_kernels

@@ -25,7 +25,7 @@ PINNED = [0.6524484863740321, 0.7743991716672016, 0.16108300974245582]
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("kernels", marks=needs_kernels)])
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    return Sampler(EOS, SamplingKernels() if request.param == "kernels" else None)
+    return Sampler(EOS, SamplingKernels(2) if request.param == "kernels" else None)
 
 
 def sampling(
