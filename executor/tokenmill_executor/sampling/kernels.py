@@ -1,4 +1,4 @@
-"""Chooses tokens with the C++ kernels (cpu/csrc/sampling.cpp), from logits on a CPU: ten times faster than torch and more.
+"""Chooses tokens with the C++ kernels (cpu/csrc/sampling.cpp), from logits on a CPU, many times faster than torch does.
 
 The rules are those of `draw`. Exponentials differ in their last digits, so once in a long time a seeded draw differs from torch's;
 from its own it never does, whatever the batch, the threads and the instruction set.
