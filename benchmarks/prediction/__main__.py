@@ -94,6 +94,17 @@ async def measure_all(address: str, journal: Path, options: argparse.Namespace) 
         return Recorded(journal, measurer.phases, server.vocab_size)
 
 
+def record(options: argparse.Namespace, executor_flags: Sequence[str]) -> Recorded:
+    """All loads on a service started for them."""
+    with Processes() as processes:
+        executor = processes.executor("--model", options.model, "--threads", str(os.cpu_count()), *executor_flags).address
+        journal = processes.folder / "journal"
+        limits = ("--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(TOKEN_BUDGET), "--no-overload-control")
+        address = processes.scheduler(executor, flags=(*limits, "--plan-journal", str(journal))).address
+        asyncio.run(wait_serving(address))
+        return asyncio.run(measure_all(address, journal, options))
+
+
 # ---- compared ------------------------------------------------------------------------------------------------------------------
 
 
@@ -139,19 +150,21 @@ def _median_ms(percentiles: Percentiles | None) -> float:
 # ---- shown ---------------------------------------------------------------------------------------------------------------------
 
 
-def table(model: str, fitted: Fit, machines: Machines, found: Sequence[Compared]) -> str:
+def table(model: str, recorded: Recorded) -> str:
+    calibrations = [place for place, phase in enumerate(recorded.phases) if phase.name == CALIBRATING]
+    in_words = _in_words(recorded.fit(calibrations), recorded.machines(calibrations))
     lines = [
         f"# Simulator against the real executor, {model}, {datetime.now(UTC):%Y-%m-%d}",
         "",
         f"`python -m benchmarks.prediction`; {os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the "
-        f"end; {SLOTS} slots. {_in_words(fitted, machines)} Foretold / measured (bar: within 10 %); latencies are medians. Drift: "
+        f"end; {SLOTS} slots. {in_words} Foretold / measured (bar: within 10 %); latencies are medians. Drift: "
         "how much longer a calibration's steps took after the load than before. Steps: the load's own, as foretold / as measured; "
         "the second row of a load is foretold with all steps longer or shorter by that much, for a machine as fast as it was then.",
         "",
         "| arrivals | output tokens/s | first token ms | time per output token ms | end-to-end ms | drift | steps |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in found:
+    for one in compare(recorded):
         lines.append(f"| {one.name} | {_cells(one.foretold, one.measured)} | {one.drift:+.1%} | {one.steps - 1:+.1%} |")
         lines.append(f"| – at its own speed | {_cells(one.at_its_speed, one.measured)} | | |")
     return "\n".join([*lines, ""])
@@ -186,16 +199,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="of all loads, one after the other")
     options, executor_flags = parser.parse_known_args()
     configure_logs("console", "warning")
-    with Processes() as processes:
-        executor = processes.executor("--model", options.model, "--threads", str(os.cpu_count()), *executor_flags).address
-        journal = processes.folder / "journal"
-        limits = ("--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(TOKEN_BUDGET), "--no-overload-control")
-        address = processes.scheduler(executor, flags=(*limits, "--plan-journal", str(journal))).address
-        asyncio.run(wait_serving(address))
-        recorded = asyncio.run(measure_all(address, journal, options))
-    calibrations = [place for place, phase in enumerate(recorded.phases) if phase.name == CALIBRATING]
     name = Path(options.model).stem
-    report = table(name, recorded.fit(calibrations), recorded.machines(calibrations), compare(recorded))
+    report = table(name, record(options, executor_flags))
     print(report)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-prediction-{name}.md").write_text(report)

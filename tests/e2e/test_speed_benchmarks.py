@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from tokenmill_executor.settings import parse_settings
 from tokenmill_executor.simulated_tokenizer import VOCAB_SIZE
 from tokenmill_workloads import prompts
 
-from benchmarks import prediction
 from benchmarks.bare import BareLoop, Job
+from benchmarks.prediction import __main__ as prediction
+from benchmarks.prediction import measuring
 from benchmarks.speed import peers
 from benchmarks.speed.measure import measure
 from benchmarks.speed.peers.peer import PeerError, Send
@@ -67,10 +69,15 @@ def test_a_peer_that_does_not_run_says_why(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_prediction_is_laid_beside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "CALIBRATION", (("burst", "0.2"),))
-    options = argparse.Namespace(model="simulated", trace=None, requests=4, repeat=1)
+    monkeypatch.setattr(measuring, "PROBES", measuring.PROBES[:4])
+    monkeypatch.setattr(measuring, "calibration", partial(measuring.calibration, 3))
+    options = argparse.Namespace(model="simulated", trace=[], requests=4, repeat=1)
     costs = ["--simulated-step-ms", "2", "--simulated-prefill-token-us", "10", "--simulated-decode-token-us", "100"]
-    error, found = prediction.compare(options, costs)
+    recorded = prediction.record(options, costs)
+    found = prediction.compare(recorded)
     assert [one.name for one in found] == ["burst", "Poisson, 4 requests"]
     assert all(one.foretold.output_tokens_per_s > 0 and one.measured.latency > 0 for one in found)
-    assert len(prediction.table("simulated", 1, error, found).splitlines()) == 8
+    rows = [
+        line for line in prediction.table("simulated", recorded).splitlines() if line.startswith(("| burst", "| –", "| Poisson"))
+    ]
+    assert len(rows) == 4
