@@ -1,6 +1,6 @@
 """What the ledger does on this machine, on SQLite and on a PostgreSQL server started for the run.
 
-    python -m benchmarks.ledger [--seconds 5] [--database URL ...]
+    python -m benchmarks.ledger [--repeat 3] [--seconds 5] [--database URL ...]
 
 For each database: tokens stored a second when 256 streams get a token each, commit after commit; the latency that
 commit-then-tell adds to a token (handed over → told, through LedgerWriter) at a steady 50,000 tokens a second; durable submits a
@@ -19,7 +19,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.ledger.port import Lease, Outcome, Submission
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
+from tokenmill_scheduler.server import keep_collector_off_the_hot_path
 
 from tests.fakes.postgres import PostgresServer, postgres_server
 
@@ -46,8 +47,11 @@ class Latencies:
 
     values: list[float] = field(default_factory=list)
 
+    def percentile(self, percent: int) -> float:
+        return statistics.quantiles(self.values, n=100)[percent - 1]
+
     def milliseconds(self, percent: int) -> str:
-        return f"{statistics.quantiles(self.values, n=100)[percent - 1] * 1e3:.2f}"
+        return f"{self.percentile(percent) * 1e3:.2f}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def _submission(request_id: str, now_s: float) -> Submission:
 
 def store_tokens(ledger: SqlLedger, lease: Lease, seconds: float) -> tuple[float, Latencies]:
     """One commit after the other, one step each: no merging of steps helps."""
-    streams = Streams(ledger, lease, "stored")
+    streams = Streams(ledger, lease, f"stored-{lease.number}")
     latencies = Latencies()
     start_s = now_s = time.perf_counter()
     while now_s < start_s + seconds:
@@ -101,7 +105,7 @@ def store_tokens(ledger: SqlLedger, lease: Lease, seconds: float) -> tuple[float
 
 async def pace_tokens(ledger: SqlLedger, lease: Lease, seconds: float) -> tuple[float, Latencies]:
     """Steps at even intervals, as an executor would send results."""
-    streams = Streams(ledger, lease, "paced")
+    streams = Streams(ledger, lease, f"paced-{lease.number}")
     latencies = Latencies()
     interval_s = STREAMS / PACED_TOKENS_PER_S
     writer = LedgerWriter(ledger, _fail)
@@ -128,7 +132,7 @@ async def submit(ledger: SqlLedger, lease: Lease, seconds: float) -> tuple[float
     async def submitter(number: int) -> None:
         count = 0
         while (since_s := time.perf_counter()) < start_s + seconds:
-            outcome = await writer.submit(_submission(f"submitted-{number}-{count}", time.time()))
+            outcome = await writer.submit(_submission(f"submitted-{lease.number}-{number}-{count}", time.time()))
             assert outcome is Outcome.WRITTEN
             latencies.values.append(time.perf_counter() - since_s)
             count += 1
@@ -157,6 +161,7 @@ def raw_fsync(folder: Path, times: int = 200) -> list[float]:
 
 def measure(url: str, name: str, folder: Path, seconds: float) -> Measured:
     ledger = open_ledger(url)
+    keep_collector_off_the_hot_path()
     # Every write of a scheduler is fenced by its lease.
     lease = ledger.take_lease("benchmark", lease_s=3600.0)
     fsync = Latencies(raw_fsync(folder))
@@ -168,6 +173,24 @@ def measure(url: str, name: str, folder: Path, seconds: float) -> Measured:
     fsync.values += raw_fsync(folder)
     ledger.close()
     return Measured(name, stored_tokens_per_s, commit, paced_tokens_per_s, added, submits_per_s, submitted, fsync)
+
+
+def middle(runs: Sequence[Measured]) -> Measured:
+    """Each figure's median; of latencies the run whose 99th percentile is that."""
+
+    def latencies(pick: Callable[[Measured], Latencies]) -> Latencies:
+        return sorted(map(pick, runs), key=lambda found: found.percentile(99))[len(runs) // 2]
+
+    return Measured(
+        runs[0].database,
+        statistics.median(run.stored_tokens_per_s for run in runs),
+        latencies(lambda run: run.commit),
+        statistics.median(run.paced_tokens_per_s for run in runs),
+        latencies(lambda run: run.added),
+        statistics.median(run.submits_per_s for run in runs),
+        latencies(lambda run: run.submit),
+        latencies(lambda run: run.fsync),
+    )
 
 
 @contextlib.contextmanager
@@ -194,7 +217,7 @@ def _wear_in(server: PostgresServer) -> None:
     server.execute(sql.SQL("CHECKPOINT"))
 
 
-def table(results: list[Measured], seconds: float) -> str:
+def table(results: list[Measured], repeat: int, seconds: float) -> str:
     def row(title: str, bar: str, cell: Callable[[Measured], str]) -> str:
         return f"| {title} | {bar} | " + " | ".join(map(cell, results)) + " |"
 
@@ -205,8 +228,8 @@ def table(results: list[Measured], seconds: float) -> str:
         [
             f"# Ledger, {datetime.now(UTC):%Y-%m-%d}",
             "",
-            f"`python -m benchmarks.ledger`, {seconds:g} s a figure, {os.cpu_count()} cores ({platform.machine()}), "
-            f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Durable against a power cut.",
+            f"`python -m benchmarks.ledger`, medians of {repeat}, {seconds:g} s a figure, {os.cpu_count()} cores "
+            f"({platform.machine()}), Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Durable against a power cut.",
             "",
             "| | bar | " + " | ".join(measured.database for measured in results) + " |",
             "|---|---|" + "---|" * len(results),
@@ -225,11 +248,13 @@ def table(results: list[Measured], seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--repeat", type=int, default=3, help="runs, of which the table has medians")
     parser.add_argument("--database", action="append", default=[], help="a database to fill instead of new ones; may be repeated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, databases(arguments.database, Path(folder)) as chosen:
-        results = [measure(url, name, Path(folder), arguments.seconds) for url, name in chosen]
-    report = table(results, arguments.seconds)
+        runs = [[measure(url, name, Path(folder), arguments.seconds) for url, name in chosen] for _ in range(arguments.repeat)]
+    results = [middle(of_one) for of_one in zip(*runs, strict=True)]
+    report = table(results, arguments.repeat, arguments.seconds)
     print(report)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-ledger.md").write_text(report)

@@ -318,7 +318,7 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     if settings.port_file is not None:
         write_port_file(settings.port_file, server.address)
     log.info("ready", address=server.address, executors=list(settings.executors), liveness_service=LIVENESS)
-    _keep_collector_off_the_hot_path()
+    keep_collector_off_the_hot_path()
     server.loop.failure.add_done_callback(lambda _: told_to_stop.set())
     await told_to_stop.wait()
     error = server.loop.failure.exception() if server.loop.failure.done() else None
@@ -332,7 +332,7 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     return 1 if error is not None else 0
 
 
-def _keep_collector_off_the_hot_path() -> None:
+def keep_collector_off_the_hot_path() -> None:
     """What start-up made is never looked at again, and the collector runs rarely: steps make little garbage that has cycles."""
     gc.collect()
     gc.freeze()
