@@ -229,8 +229,8 @@ def table(results: list[Measured], repeat: int, seconds: float) -> str:
             f"# Ledger, {datetime.now(UTC):%Y-%m-%d}",
             "",
             f"`python -m benchmarks.ledger`, medians of {repeat}, {seconds:g} s a figure, {os.cpu_count()} cores "
-            f"({platform.machine()}), Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Durable against "
-            "a power cut.",
+            f"({platform.machine()}), Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Durable "
+            "against a power cut.",
             "",
             "| | bar | " + " | ".join(measured.database for measured in results) + " |",
             "|---|---|" + "---|" * len(results),
