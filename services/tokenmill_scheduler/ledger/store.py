@@ -26,7 +26,7 @@ from tokenmill_scheduler.ledger.tables import requests
 TAIL_TOKENS = 32
 TAIL_TOKENS_WITH_LOGPROBS = 8
 # Requests that began together are spread over so many transactions.
-_TAIL_PHASES = 32
+_TAIL_PHASES = 8
 # Parameters of one IN list: SQLite takes 32,766.
 _IDS_A_QUERY = 1000
 
