@@ -171,7 +171,8 @@ class Engine:
     def _go_on(self, plan: Plan, before: SequenceOf[Advance], columns: Columns) -> list[Advance]:
         """A token more for those that have sampled in the step `before`, and have tokens left of the plan's most."""
         advances = []
-        for entry, sequence in [(advance.entry, advance.sequence) for advance in before]:
+        for advance in before:
+            entry, sequence = advance.entry, advance.sequence
             start, left = sequence.computed, plan.advance_max_tokens[entry] - columns.num_computed[entry]
             if left < 1 or start != len(sequence.token_ids) - 1 or sequence.sequence_id not in self._sequences:
                 continue

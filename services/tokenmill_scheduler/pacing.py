@@ -158,7 +158,7 @@ class Pacer:
     def answered(self, times: StepTimes, now_s: float, num_steps: int = 1) -> None:
         """The oldest plan out came back, after so many steps."""
         plan = self._out.popleft()
-        steps_s = (times.prepare_us + times.forward_us + times.sample_us) / 1e6
+        steps_s = times.steps_s
         step_s = steps_s / num_steps
         queue_s = times.queue_us / 1e6
         idle_s = times.idle_us / 1e6

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
-from tokenmill_scheduler.core.records import Plan, Result, StepTimes
+from tokenmill_scheduler.core.records import Plan, Result
 
 from tokenmill_simulator.cost import UNMEASURED, StepLoad
 from tokenmill_simulator.executor import Ints, step_load
@@ -57,7 +57,7 @@ class RecordedSteps:
         starts, computed = self._rows(result)
         for sequence_id in out.plan.release:
             self._computed.pop(sequence_id, None)
-        step_s = _steps_s(result.times) / result.num_steps
+        step_s = result.times.steps_s / result.num_steps
         for number in range(result.num_steps if step_s and len(computed) else 0):
             # A plan of several steps computes a token in each, of those that have not ended.
             counts = computed if result.num_steps == 1 else (computed > number).astype(np.int64)
@@ -87,8 +87,3 @@ def lead_s(recorded: Iterable[RecordedSteps]) -> float:
     if not any(waits_s):
         return UNMEASURED.lead_s
     return median(waits_s) * len(waits_s) / sum(steps.waits_steps for steps in every) + LINK_S
-
-
-def _steps_s(times: StepTimes) -> float:
-    """Of all steps of a plan."""
-    return (times.prepare_us + times.forward_us + times.sample_us) / 1e6

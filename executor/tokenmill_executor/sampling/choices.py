@@ -27,7 +27,3 @@ def is_plain(sample: SamplingInput) -> bool:
 
 def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < MIN_TEMPERATURE
-
-
-def is_truncated(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tokenmill_executor.runner import SampledLogprobs, SamplingInput, SamplingParams
-from tokenmill_executor.sampling.choices import Choices, is_greedy, is_plain, is_truncated
+from tokenmill_executor.sampling.choices import Choices, is_greedy, is_plain
 from tokenmill_executor.sampling.draw import Truncation, draw, draw_truncated
 from tokenmill_executor.sampling.edits import edit_logits, edits_logits
 from tokenmill_executor.sampling.uniform import uniforms
@@ -50,7 +50,7 @@ def _draw_random(
     tokens = greedy.clone()
     for truncated in (False, True):
         chosen = [
-            row for row, sample in enumerate(samples) if not is_greedy(sample.params) and is_truncated(sample.params) == truncated
+            row for row, sample in enumerate(samples) if not is_greedy(sample.params) and _is_truncated(sample.params) == truncated
         ]
         if not chosen:
             continue
@@ -63,6 +63,10 @@ def _draw_random(
         scaled = (taken - maxima[rows, None]).div_(temperature[:, None])
         tokens[rows] = draw_truncated(scaled, _truncation(params, logits.device), uniform) if truncated else draw(scaled, uniform)
     return tokens
+
+
+def _is_truncated(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def _truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation:

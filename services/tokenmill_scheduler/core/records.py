@@ -105,6 +105,11 @@ class StepTimes:
     sample_us: int = 0
     idle_us: int = 0
 
+    @property
+    def steps_s(self) -> float:
+        """Seconds that the steps themselves took."""
+        return (self.prepare_us + self.forward_us + self.sample_us) / 1e6
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
