@@ -119,7 +119,7 @@ class Tally:
 
 
 async def run_workload(target: Target, workload: Workload, on_progress: Callable[[Tally], None]) -> WorkloadRun:
-    """Sends all requests when they are due and reads their output to the end; a request that fails leaves the others alone.
+    """Sends all requests when they are due, in order, and reads their output to the end; one that fails leaves the others alone.
 
     `on_progress` is called with each delivery and each sample. The server should have nothing else to do: occupancy is its own.
     Raises the error of a server that cannot tell its load though it should.
@@ -131,10 +131,11 @@ async def run_workload(target: Target, workload: Workload, on_progress: Callable
     sampler = asyncio.create_task(_sample(target, tally, start_s, on_progress, over))
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_run_one(target, arrival, prompt, start_s, tally, on_progress))
-                for arrival, prompt in zip(workload.arrivals, workload.prompts, strict=True)
-            ]
+            tasks: dict[int, asyncio.Task[RequestTiming | None]] = {}
+            for place in sorted(range(len(workload.arrivals)), key=lambda place: workload.arrivals[place].at_s):
+                await _until(start_s + workload.arrivals[place].at_s)
+                sent = _run_one(target, workload.arrivals[place], workload.prompts[place], start_s, tally, on_progress)
+                tasks[place] = group.create_task(sent)
         wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
     finally:
         over.set()
@@ -142,13 +143,19 @@ async def run_workload(target: Target, workload: Workload, on_progress: Callable
     after = await target.load()
     return WorkloadRun(
         wall_s=wall_s,
-        timings=tuple(timing for task in tasks if (timing := task.result()) is not None),
+        timings=tuple(timing for _, task in sorted(tasks.items()) if (timing := task.result()) is not None),
         batch_occupancy=_batch_occupancy(before, after) if before and after else 0.0,
         slots=after.max_num_seqs if after else 0,
         occupancy=tuple(tally.samples),
         failures=tuple(tally.failures),
         client_cpu_s=cpu_s,
     )
+
+
+async def _until(due_s: float) -> None:
+    """At once if it is past: requests that are due together are sent in their order, in which timers of their own would not end."""
+    if (wait_s := due_s - time.perf_counter()) > 0:
+        await asyncio.sleep(wait_s)
 
 
 async def _run_one(
@@ -159,7 +166,6 @@ async def _run_one(
     tally: Tally,
     on_progress: Callable[[Tally], None],
 ) -> RequestTiming | None:
-    await asyncio.sleep(start_s + arrival.at_s - time.perf_counter())
     sent_s = time.perf_counter() - start_s
     times_s: list[float] = []
     counts: list[int] = []

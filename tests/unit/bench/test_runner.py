@@ -62,6 +62,19 @@ async def test_requests_are_sent_when_they_are_due(client: AsyncClient) -> None:
     assert all(timing.sent_s >= arrival.at_s for timing, arrival in zip(run.timings, arrivals, strict=True))
 
 
+async def test_requests_that_are_due_together_are_sent_in_their_order(client: AsyncClient) -> None:
+    asked: list[Sequence[int]] = []
+
+    class Noting(GrpcTarget):
+        def generate(self, prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
+            asked.append(prompt)
+            return super().generate(prompt, output_tokens)
+
+    workload = Workload.of("together", [Arrival(0.0, 3, 2)] * 2 + [Arrival(0.05, 3, 2)] * 30, 1_000, 1)
+    await run_workload(Noting(client), workload, ignore)
+    assert asked == list(workload.prompts)
+
+
 async def test_a_request_that_fails_leaves_the_others_alone(client: AsyncClient) -> None:
     class FullOnce(GrpcTarget):
         """Has no room for the first request."""
