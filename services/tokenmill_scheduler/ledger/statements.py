@@ -77,7 +77,9 @@ class Statements:
         self.start_tails = Bulk(dialect, _FIRST_CHUNK, _start_tails)
         self.grow_tails = Bulk(dialect, _NEXT_CHUNK, _grow_tails)
         self.copy_tails = Bulk(dialect, _IDS, _copy_tails)
-        self.empty_tails = Bulk(dialect, _IDS, _empty_tails)
+        # On PostgreSQL both in one, for a round trip less in every commit; SQLite has no such statement.
+        moves = (_move_tails,) if dialect == "postgresql" else (_copy_tails, _empty_tails)
+        self.move_tails = [Bulk(dialect, _IDS, build) for build in moves]
         self.sum_up_tails = Bulk(dialect, _IDS, _sum_up_tails)
         self.delete_tails = Bulk(dialect, _IDS, _delete_tails)
         self.update_requests = Bulk(dialect, _UPDATE, _update_requests)
@@ -127,11 +129,17 @@ def _copy_tails(v: Columns) -> Insert:
 
 
 def _empty_tails(v: Columns) -> Update:
-    return (
-        update(tails)
-        .values({"first_index": tails.c.first_index + tails.c["count"], "count": _ZERO, "token_ids": _EMPTY, "logprobs": _EMPTY})
-        .where(tails.c.request_id == v["request_id"])
-    )
+    return _emptied().where(tails.c.request_id == v["request_id"])
+
+
+def _emptied() -> Update:
+    end = tails.c.first_index + tails.c["count"]
+    return update(tails).values({"first_index": end, "count": _ZERO, "token_ids": _EMPTY, "logprobs": _EMPTY})
+
+
+def _move_tails(v: Columns) -> Update:
+    copied = _copy_tails(v).returning(tokens.c.request_id).cte("copied")
+    return _emptied().where(tails.c.request_id == copied.c.request_id)
 
 
 def _sum_up_tails(v: Columns) -> Update:

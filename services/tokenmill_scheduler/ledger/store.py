@@ -25,8 +25,8 @@ from tokenmill_scheduler.ledger.tables import requests
 # grows to its log as a whole: with half as many tokens to a tail it logs a quarter less.
 TAIL_TOKENS = 32
 TAIL_TOKENS_WITH_LOGPROBS = 8
-# Requests that began together are spread over so many transactions.
-_TAIL_PHASES = 8
+# Requests that began together are spread over so many transactions: in fewer, each would hold up the tokens of all streams.
+_TAIL_PHASES = TAIL_TOKENS
 # Parameters of one IN list: SQLite takes 32,766.
 _IDS_A_QUERY = 1000
 
@@ -98,8 +98,8 @@ def _append_tokens(connection: Connection, statements: Statements, batch: Batch)
     statements.grow_tails.run_all(connection, [_next_chunk_row(id_, chunk) for id_, chunk in rest.items()], "tokens")
     ended = set(batch.ended())
     full = [(id_,) for id_, chunk in batch.chunks.items() if id_ not in ended and _fills_tail(id_, chunk)]
-    statements.copy_tails.run(connection, full)
-    statements.empty_tails.run(connection, full)
+    for statement in statements.move_tails:
+        statement.run(connection, full)
 
 
 def _fills_tail(request_id: str, chunk: Chunk) -> bool:

@@ -26,6 +26,8 @@ class Draft:
         self.prefix = prefix
         self.states: dict[str, State] = {}
         self.lengths: dict[str, int] = {}
+        # Drawn once a request: it has log probabilities of all its tokens or of none.
+        self.logprobs: dict[str, bool] = {}
 
     @property
     def ids(self) -> list[str]:
@@ -57,8 +59,12 @@ class Draft:
     def _tokens(self, draw: st.DrawFn, request_id: str, first_index: int) -> Record:
         token_ids = tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=draw(st.sampled_from([1, 3, 70])))))
         self.lengths[request_id] = first_index + len(token_ids)
-        at_s = draw(st.floats(0, 1e9))
-        if draw(st.booleans()):
+        return self._generated(draw, request_id, first_index, token_ids, draw(st.floats(0, 1e9)))
+
+    def _generated(self, draw: st.DrawFn, request_id: str, first_index: int, token_ids: tuple[int, ...], at_s: float) -> Record:
+        if request_id not in self.logprobs:
+            self.logprobs[request_id] = draw(st.booleans())
+        if not self.logprobs[request_id]:
             return tokens(request_id, first_index, *token_ids, at_s=at_s)
         logprobs = tuple(TokenLogprobs(-float(token_id), ((token_id, -0.5),)) for token_id in token_ids)
         return TokensGenerated((request_id,), (first_index,), (len(token_ids),), token_ids, at_s, {request_id: logprobs})
@@ -72,7 +78,7 @@ class Draft:
     def _mistake(self, draw: st.DrawFn, request_id: str) -> Record:
         """Often refused, sometimes right by chance."""
         if draw(st.booleans()):
-            return tokens(request_id, draw(st.integers(0, self.lengths[request_id] + 1)), 7)
+            return self._generated(draw, request_id, draw(st.integers(0, self.lengths[request_id] + 1)), (7,), 1.0)
         return Transitioned(request_id, draw(st.sampled_from(sorted(State))), State.DECODE, 5.0)
 
 
