@@ -193,7 +193,7 @@ def _share(taken: int, recorded: int) -> str:
 
 def _target(arrivals: Sequence[Arrival], on: Machines) -> Target:
     tokens = round(np.mean([arrival.prompt_tokens for arrival in arrivals]))
-    alone_s = on.cost.seconds(StepLoad(tokens, 0, tokens, tokens * tokens // 2))
+    alone_s = on.cost.seconds(StepLoad(tokens, 0, tokens, tokens * tokens // 2, 1))
     return Target(max(_TTFT_S, _TTFT_TIMES * alone_s), _ITL_S)
 
 

@@ -2,10 +2,12 @@
 
     python -m benchmarks.prediction [--model smollm2-135m-instruct] [--trace FILE[:LENGTHS] ...] [--repeat 1] [executor flags ...]
 
-One service is measured all along while it writes its plan journal. Calibrations and loads take turns: before each load and after
-the last come single tokens on the idle service, for what the service adds to a request, and prompts of 8 to 4,096 tokens, for the
-cost of a step. None of that is foretold. A load is foretold with the steps of the calibrations on both sides of it, for a machine's
-speed drifts within minutes; by how much it did in between is in the table.
+One service is measured all along while it writes its plan journal. Calibrations and loads take turns: a calibration has decodes of
+each number, and prompts of 8 to 4,096 tokens that come while others decode. It tells the cost of a step, what the service adds to a
+request on a machine that is at work, and how early plans are asked for; none of that is foretold. A load is foretold with the
+calibrations on both sides of it, for a machine's speed drifts within minutes; by how much it did in between is in the table. With
+`--repeat` all loads are run again, minutes later: what is foretold of the runs of a load is laid beside their middle, and each run
+beside that, which says what the service itself varies by.
 
 Loads are a burst, the same requests and more as a Poisson process, and the first requests of recorded traces, their lengths times a
 factor. Those with arrivals of their own come at 70 % of the rate at which the simulator could serve them. Latencies are those that
@@ -18,10 +20,11 @@ import argparse
 import asyncio
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 
 from tokenmill_cli.bench.figures import Percentiles, figures, percentile
 from tokenmill_cli.bench.runner import WorkloadRun
@@ -29,6 +32,7 @@ from tokenmill_cli.bench.session import scheduler as connected
 from tokenmill_client import AsyncClient
 from tokenmill_service.logs import configure_logs
 from tokenmill_simulator.compare import Machines, Run
+from tokenmill_simulator.cost import ServiceCost
 from tokenmill_simulator.fit import Fit
 from tokenmill_workloads import Arrival, burst, poisson, read_trace, scale_lengths
 
@@ -46,17 +50,18 @@ JOURNAL_LAG_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Latencies are medians over requests, in milliseconds."""
+    """Times are medians over requests, in milliseconds. `beside_core`: of the first token's, what no queue and no step took."""
 
     output_tokens_per_s: float
     time_to_first_token: float
     time_per_output_token: float
     latency: float
+    beside_core: float
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`drift`: how much longer the same steps took after the load than before. `steps`: of the load's own steps, what they were
+    """One run of a load. `drift`: how much longer the same steps took after it than before. `steps`: its own steps, what they were
     foretold to take together over what they took. `at_its_speed`: foretold with all steps longer or shorter by that factor."""
 
     name: str
@@ -80,7 +85,7 @@ def loads(options: argparse.Namespace) -> Iterator[tuple[str, tuple[Arrival, ...
 
 
 async def measure_all(address: str, journal: Path, options: argparse.Namespace) -> Recorded:
-    """Each load stands between two calibrations, of two phases each."""
+    """Each load stands between two calibrations."""
     async with connected(AsyncClient(address), "") as server:
         measurer = Measurer(server)
         await measurer.measure(WARMING_UP, WARM_UP)
@@ -113,33 +118,40 @@ def compare(recorded: Recorded) -> list[Compared]:
 
 
 def _compared(recorded: Recorded, place: int) -> Compared:
-    phase, before, after = recorded.phases[place], place - 1, place + 2
+    phase, before, after = recorded.phases[place], place - 1, place + 1
     machines = recorded.machines([before, after])
     foretold, at_its_speed = (
-        foretold_outcome(recorded.run(phase.arrivals, on, phase.seed)) for on in (machines, recorded.as_fast_as(place, machines))
+        foretold_outcome(recorded.run(phase.arrivals, on, phase.seed), on.service)
+        for on in (machines, recorded.as_fast_as(place, machines))
     )
     drift = recorded.steps_share(before, machines) / recorded.steps_share(after, machines) - 1
     steps = recorded.steps_share(place, machines)
-    return Compared(phase.name, foretold, at_its_speed, measured_outcome(phase.run), drift, steps)
+    measured = measured_outcome(phase.run, recorded.client_s(place))
+    return Compared(phase.name, foretold, at_its_speed, measured, drift, steps)
 
 
-def foretold_outcome(done: Run) -> Outcome:
+def foretold_outcome(done: Run, service: ServiceCost) -> Outcome:
     """Percentiles as those of what is measured: the median of 20 is the tenth."""
     measures = done.measures
     several = measures.tokens > 1
     each_s = ((measures.last_token_s - measures.first_token_s)[several]) / (measures.tokens[several] - 1)
     medians_s = [percentile(times.tolist(), 0.5) for times in (measures.time_to_first_token_s, each_s, measures.latency_s)]
-    return Outcome(done.figures.output_tokens_per_s, *[median_s * 1e3 for median_s in medians_s])
+    return Outcome(done.figures.output_tokens_per_s, *[seconds * 1e3 for seconds in (*medians_s, service.client_s)])
 
 
-def measured_outcome(measured: WorkloadRun) -> Outcome:
+def measured_outcome(measured: WorkloadRun, client_s: float) -> Outcome:
     found = figures([measured])
     return Outcome(
         found.output_tokens_per_s,
         _median_ms(found.time_to_first_token),
         _median_ms(found.time_per_output_token),
         _median_ms(found.latency),
+        client_s * 1e3,
     )
+
+
+def middle(outcomes: Iterable[Outcome]) -> Outcome:
+    return Outcome(*map(fmean, zip(*map(astuple, outcomes), strict=True)))
 
 
 def _median_ms(percentiles: Percentiles | None) -> float:
@@ -157,22 +169,40 @@ def table(model: str, recorded: Recorded) -> str:
         f"# Simulator against the real executor, {model}, {datetime.now(UTC):%Y-%m-%d}",
         "",
         f"`python -m benchmarks.prediction`; {os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the "
-        f"end; {SLOTS} slots. {in_words} Foretold / measured (bar: within 10 %); latencies are medians. Drift: "
-        "how much longer a calibration's steps took after the load than before. Steps: the load's own, as foretold / as measured; "
-        "the second row of a load is foretold with all steps longer or shorter by that much, for a machine as fast as it was then.",
+        f"end; {SLOTS} slots. {in_words} Foretold / measured (bar: within 10 %); latencies are medians, and where a load was run "
+        "several times both are the middle of its runs, which follow with how far each was from it. Beside the core: of the time "
+        "to first token, what no queue and no step took. Drift: how much longer a calibration's steps took after the run than "
+        "before. Steps: the run's own, as foretold / as measured; the last row of a load is foretold with all steps longer or "
+        "shorter by that much, for a machine as fast as it was then.",
         "",
-        "| arrivals | output tokens/s | first token ms | time per output token ms | end-to-end ms | drift | steps |",
-        "|---|---|---|---|---|---|---|",
+        "| arrivals | tokens/s | first token ms | per output token ms | end-to-end ms | beside the core ms | drift | steps |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for one in compare(recorded):
-        lines.append(f"| {one.name} | {_cells(one.foretold, one.measured)} | {one.drift:+.1%} | {one.steps - 1:+.1%} |")
-        lines.append(f"| – at its own speed | {_cells(one.at_its_speed, one.measured)} | | |")
+    compared = compare(recorded)
+    for name in dict.fromkeys(one.name for one in compared):
+        lines += _rows(name, [one for one in compared if one.name == name])
     return "\n".join([*lines, ""])
 
 
+def _rows(name: str, runs: Sequence[Compared]) -> Iterator[str]:
+    measured = middle(run.measured for run in runs)
+    yield f"| {name} | {_cells(middle(run.foretold for run in runs), measured)} | | |"
+    for number, run in enumerate(runs, 1):
+        each = [f"{value:,.1f} ({_off(value, was)})" for value, was in _pairs(run.measured, measured)]
+        yield f"| – run {number} | {' | '.join(each)} | {run.drift:+.1%} | {run.steps - 1:+.1%} |"
+    yield f"| – at the speed of then | {_cells(middle(run.at_its_speed for run in runs), measured)} | | |"
+
+
 def _cells(foretold: Outcome, measured: Outcome) -> str:
-    pairs = zip(astuple(foretold), astuple(measured), strict=True)
-    return " | ".join(f"{value:,.1f} / {was:,.1f} ({value / was - 1:+.1%})" for value, was in pairs)
+    return " | ".join(f"{value:,.1f} / {was:,.1f} ({_off(value, was)})" for value, was in _pairs(foretold, measured))
+
+
+def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[float, float]]:
+    return zip(astuple(first), astuple(second), strict=True)
+
+
+def _off(value: float, true: float) -> str:
+    return f"{value / true - 1:+.1%}"
 
 
 def _in_words(fitted: Fit, machines: Machines) -> str:
@@ -180,9 +210,9 @@ def _in_words(fitted: Fit, machines: Machines) -> str:
     return (
         f"By all calibrations a step takes {cost.step_s * 1e3:.1f} ms + max({cost.weights_s * 1e3:.1f} ms, rows × "
         f"{cost.row_s * 1e3:.2f} ms) + decodes × {cost.decode_s * 1e3:.2f} ms + KV tokens × {cost.kv_token_s * 1e6:.2f} µs + pairs "
-        f"× {cost.pair_s * 1e6:.2f} µs, {fitted.error:.1%} off a step (root of the mean square; {fitted.outliers} of "
-        f"{fitted.steps:,} are left out); the service adds {service.client_s * 1e3:.1f} ms to a request, and asks for a plan "
-        f"{service.lead_s * 1e3:.1f} ms ahead."
+        f"× {cost.pair_s * 1e6:.2f} µs + chunks × {cost.chunk_s * 1e3:.1f} ms, {fitted.error:.1%} off a step (root of the mean "
+        f"square; {fitted.outliers} of {fitted.steps:,} are left out); the service adds {service.client_s * 1e3:.1f} ms to a "
+        f"request, and asks for a plan {service.lead_s * 1e3:.1f} ms ahead, behind a prompt {service.prefill_lead:.0%} of its step."
     )
 
 

@@ -17,7 +17,6 @@ from tokenmill_simulator.figures import Target
 from tokenmill_simulator.fit import Fit, fit
 from tokenmill_simulator.recording import Recording
 from tokenmill_simulator.requests import SimulatedRequest
-from tokenmill_simulator.simulation import LINK_S
 from tokenmill_workloads import Arrival, at_rate, prompts
 
 from benchmarks.prediction.measuring import SEED, Phase
@@ -50,16 +49,26 @@ class Recorded:
         return fit([load for loads, _ in each for load in loads], [step_s for _, seconds in each for step_s in seconds])
 
     def machines(self, calibrations: Sequence[int]) -> Machines:
-        """By these phases and the probes before each of them."""
+        """By these phases."""
         each = [self._recordings[place].machines() for place in calibrations]
-        client_s = fmean(self._client_s(place - 1) for place in calibrations)
-        lead_s = fmean(machines.service.lead_s for machines in each)
-        return replace(each[0], cost=self.fit(calibrations).cost, service=ServiceCost(client_s, lead_s))
+        service = ServiceCost(
+            median([beside_s for place in calibrations for beside_s in self._beside_core_s(place)]),
+            fmean(machines.service.lead_s for machines in each),
+            fmean(machines.service.prefill_lead for machines in each),
+        )
+        return replace(each[0], cost=self.fit(calibrations).cost, service=service)
 
-    def _client_s(self, place: int) -> float:
-        """What a probe takes beyond its only step and the link."""
-        _, step_s = self._recordings[place].measured_steps
-        return max(0.0, median(timing.latency_s for timing in self.phases[place].run.timings) - median(step_s) - 2 * LINK_S)
+    def client_s(self, place: int) -> float:
+        """What lay between client and core in a phase."""
+        return median(self._beside_core_s(place))
+
+    def _beside_core_s(self, place: int) -> list[float]:
+        """Of each request, what its client waited for the first token beyond what the core says."""
+        phase, core = self.phases[place], self._recordings[place].measures()
+        waited_s = dict(zip([request.prompt for request in core.requests], core.first_token_s - core.arrival_s, strict=True))
+        sent = prompts(phase.arrivals, self._vocab_size, phase.seed)
+        timings = phase.run.timings
+        return [timing.time_to_first_token_s - waited_s[prompt] for prompt, timing in zip(sent, timings, strict=True)]
 
     def steps_share(self, place: int, machines: Machines) -> float:
         """What these machines would take for the steps of a phase over what they took."""

@@ -15,13 +15,11 @@ from tokenmill_cli.bench.session import measure as bench
 from tokenmill_workloads import Arrival, poisson
 
 SEED = 7
-# A token each, on the idle service: what a request takes beyond its only step is the service's.
-PROBES = tuple(Arrival(0.1 * number, 1, 1) for number in range(20))
 # Before anything is measured: memory that is touched for the first time takes its time.
 WARM_UP = (Arrival(0.0, 4096, 8),) * 3
-# About what those that only decode take before others join them.
-_DECODING_S = 2.0
-PROBING, CALIBRATING, WARMING_UP = "probes", "calibration", "warm-up"
+# About what each part of a calibration takes.
+_DECODING_S, _JOINING_S = 2.0, 4.0
+CALIBRATING, WARMING_UP = "calibration", "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +34,33 @@ class Phase:
 
     @property
     def is_load(self) -> bool:
-        return self.name not in (PROBING, CALIBRATING, WARMING_UP)
+        return self.name not in (CALIBRATING, WARMING_UP)
 
 
 def calibration(requests: int = 24) -> tuple[Arrival, ...]:
-    """Eight short prompts whose outputs end one after the other, for decodes of each number; then prompts of 8 to 4,096 tokens,
-    evenly by their logarithms, that find the service idle, half busy and full."""
+    """What none of the loads has, in three parts, `requests` in each of the last two.
+
+    Eight short prompts whose outputs end one after the other, for decodes of each number. Then prompts of 8 to 128 tokens, one
+    every so often, that join four which decode. Then prompts of 8 to 4,096 tokens that find the service idle, half busy and full.
+    Lengths are even by their logarithms.
+    """
     draw = Random(SEED)
     together = [Arrival(0.0, 16 * (number + 1), 16 * (number + 1)) for number in range(8)]
-    lengths = [round(length) for length in np.geomspace(8, 4096, requests)]
-    draw.shuffle(lengths)
+    decoding = [Arrival(_DECODING_S, 32, 256)] * 4
+    joining = [
+        Arrival(_DECODING_S + _JOINING_S * (number + 1) / requests, length, draw.randint(2, 12))
+        for number, length in enumerate(_lengths(8, 128, requests, draw))
+    ]
+    lengths = _lengths(8, 4096, requests, draw)
     spread = poisson([Arrival(0.0, length, draw.randint(16, 64)) for length in lengths], rate=1.5, seed=SEED)
-    return (*together, *[replace(arrival, at_s=_DECODING_S + arrival.at_s) for arrival in spread])
+    last = [replace(arrival, at_s=_DECODING_S + _JOINING_S + arrival.at_s) for arrival in spread]
+    return (*together, *decoding, *joining, *last)
+
+
+def _lengths(least: int, most: int, count: int, draw: Random) -> list[int]:
+    lengths = [round(length) for length in np.geomspace(least, most, count)]
+    draw.shuffle(lengths)
+    return lengths
 
 
 class Measurer:
@@ -67,6 +80,4 @@ class Measurer:
         self.phases.append(Phase(name, since_s, arrivals, seed, measured))
 
     async def calibrate(self) -> None:
-        """Two phases."""
-        await self.measure(PROBING, PROBES)
         await self.measure(CALIBRATING, calibration())

@@ -113,7 +113,7 @@ def run(
     measures = Measures(requests, client_s=on.service.client_s)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     executors = [replace(executor, max_num_seqs=seqs, max_num_batched_tokens=tokens) for executor in on.executors]
-    simulation = Simulation(config, requests, executors, on.cost, measures, before, admittance, on.service.lead_s)
+    simulation = Simulation(config, requests, executors, on.cost, measures, before, admittance, on.service)
     simulation.run()
     figures = summarise(measures, simulation.core.counters, seqs, on.count, target)
     return Run(name, config, figures, measures)

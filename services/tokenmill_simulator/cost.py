@@ -1,11 +1,11 @@
 """What a step takes, by roofline (Williams et al., "Roofline", CACM 2009): the linear layers either read their weights or compute.
 
-    seconds = fixed + max(weights, rows × r) + decodes × d + KV tokens read × k + query-key pairs × a
+    seconds = fixed + max(weights, rows × r) + decodes × d + KV tokens read × k + query-key pairs × a + chunks × c
 
 Every token computed is a row of the linear layers, of a prompt or decoded. `fixed` is launches and the host; a decode's own part is
-what is done for each sequence beside its row: its logits over the vocabulary, sampling, its attention's start. Attention is added,
-for it does not overlap with the linear layers: decodes read the K and V of their whole context, chunks of a prefill compute the
-pairs of each token with all before it.
+what is done for each sequence beside its row: its logits over the vocabulary, sampling, its attention's start. A prompt's chunk
+has all that too, and rows that fill no tile of a matrix product. Attention is added, for it does not overlap with the linear
+layers: decodes read the K and V of their whole context, chunks compute the pairs of each token with all before it.
 
 `ServiceCost` is what lies around the steps. Must not know: plans, machines.
 """
@@ -17,17 +17,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What one step has to do. `kv_tokens`: positions whose K and V are read; `pairs`: of prefill, query × key."""
+    """What one step has to do. `kv_tokens`: positions whose K and V are read; `pairs`, query × key, and `chunks`: of prefill."""
 
     prefill_tokens: int
     decode_tokens: int
     kv_tokens: int
     pairs: int
+    chunks: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds: of a step, of reading all weights once, of a row, of a decode, of a position of context read, of a pair."""
+    """Seconds: of a step, of reading all weights once, of a row, a decode, a position of context read, a pair, a chunk."""
 
     step_s: float
     weights_s: float
@@ -35,24 +36,30 @@ class StepCost:
     decode_s: float
     kv_token_s: float
     pair_s: float = 0.0
+    chunk_s: float = 0.0
 
     def seconds(self, load: StepLoad) -> float:
         linear_s = max(self.weights_s, (load.prefill_tokens + load.decode_tokens) * self.row_s)
         attention_s = load.kv_tokens * self.kv_token_s + load.pairs * self.pair_s
-        return self.step_s + linear_s + load.decode_tokens * self.decode_s + attention_s
+        return self.step_s + linear_s + load.decode_tokens * self.decode_s + attention_s + load.chunks * self.chunk_s
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCost:
     """What the service adds, in seconds; as it is here where nobody has measured it.
 
-    `client_s`: between a client and the core, both ways together, in no queue: messages, validation, the commits of the request and
-    of its first token. `lead_s`: how long before the end of a step the next plan is asked for, on average; who comes later than
-    that waits for one step more.
+    - client_s: between a client and the core, both ways together, in no queue: messages, validation, the commits of the request and
+      of its first token, while steps keep the machine busy.
+    - lead_s: how long before the end of a step the next plan is asked for, on average; who comes later than that waits for one step
+      more. `prefill_lead`: as a share of a step that computes a prompt, for how long a chunk takes is not foreseen as well.
     """
 
     client_s: float = 0.0
     lead_s: float = 0.001
+    prefill_lead: float = 0.0
+
+    def lead_of(self, step_s: float, has_prefill: bool) -> float:
+        return max(self.lead_s, self.prefill_lead * step_s) if has_prefill else self.lead_s
 
 
 UNMEASURED = ServiceCost()

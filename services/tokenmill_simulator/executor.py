@@ -186,8 +186,8 @@ def step_load(start: Ints, counts: Ints) -> StepLoad:
     num_decodes = int(np.count_nonzero(decodes))
     end = start + counts
     if num_decodes == len(counts):
-        return StepLoad(0, num_decodes, int(end.sum()), 0)
+        return StepLoad(0, num_decodes, int(end.sum()), 0, 0)
     chunks, ends = counts[~decodes], end[~decodes]
     pairs = chunks * ends - chunks * (chunks - 1) // 2
     read = int(end[decodes].sum()) + int(ends[chunks > 0].sum())
-    return StepLoad(int(chunks.sum()), num_decodes, read, int(pairs.sum()))
+    return StepLoad(int(chunks.sum()), num_decodes, read, int(pairs.sum()), int(np.count_nonzero(chunks)))

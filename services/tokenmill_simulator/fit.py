@@ -58,7 +58,7 @@ def _expected(cost: StepCost, loads: Sequence[StepLoad]) -> Floats:
 def _best(loads: Sequence[StepLoad], measured: Floats, scale: Floats) -> StepCost:
     """Errors count as shares of `scale`. Among equals the least ridge."""
     rows = np.array([load.prefill_tokens + load.decode_tokens for load in loads], dtype=float)
-    others = np.array([(1, load.decode_tokens, load.kv_tokens, load.pairs) for load in loads], dtype=float)
+    others = np.array([(1, load.decode_tokens, load.kv_tokens, load.pairs, load.chunks) for load in loads], dtype=float)
     found: list[tuple[float, float, list[float]]] = []
     for ridge in _RIDGES:
         if ridge and not rows.min() < ridge < rows.max():
@@ -67,8 +67,8 @@ def _best(loads: Sequence[StepLoad], measured: Floats, scale: Floats) -> StepCos
         terms = _non_negative(columns, measured / scale)
         left = float(((columns @ terms - measured / scale) ** 2).sum())
         found.append((left, ridge, terms.tolist()))
-    _, ridge, (row_s, step_s, decode_s, kv_s, pair_s) = min(found)
-    return StepCost(step_s, ridge * row_s, row_s, decode_s, kv_s, pair_s)
+    _, ridge, (row_s, step_s, decode_s, kv_s, pair_s, chunk_s) = min(found)
+    return StepCost(step_s, ridge * row_s, row_s, decode_s, kv_s, pair_s, chunk_s)
 
 
 def _non_negative(columns: Floats, measured: Floats) -> Floats:

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 from tokenmill_scheduler.core.records import Plan, Result
 
-from tokenmill_simulator.cost import UNMEASURED, StepLoad
+from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepLoad
 from tokenmill_simulator.executor import Ints, step_load
 from tokenmill_simulator.simulation import LINK_S
 
@@ -25,22 +25,36 @@ class _PlanOut:
     behind: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """The last plan that was answered. `cut`: it was to have more steps."""
+
+    step_s: float
+    prefills: bool
+    cut: bool
+
+
+_NOTHING_DONE = _Done(0.0, prefills=False, cut=False)
+
+
 @dataclass(slots=True)
 class RecordedSteps:
     """Of one epoch.
 
     - loads, seconds: the steps whose time is known.
-    - waits_s: how long each plan that came while another was in progress waited for its end; waits_steps: the steps of those plans.
-      A plan that cuts another short came for that reason, and is none of them.
+    - waits_s: how long each plan that came behind one that only decodes waited for its end. A plan that cuts another short came for
+      that reason, and is none of them. decode_steps: all steps that only decode.
+    - waits_prefill: of those behind one that computes a prompt, as a share of its step.
     """
 
     loads: list[StepLoad] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     waits_s: list[float] = field(default_factory=list)
-    waits_steps: int = 0
+    decode_steps: int = 0
+    waits_prefill: list[float] = field(default_factory=list)
     _out: dict[int, _PlanOut] = field(default_factory=dict)
     _computed: dict[int, int] = field(default_factory=dict)
-    _cut_short: bool = False
+    _ahead: _Done = _NOTHING_DONE
 
     def issued(self, plan: Plan) -> None:
         self._out[plan.plan_id] = _PlanOut(plan, bool(self._out))
@@ -50,20 +64,27 @@ class RecordedSteps:
         out = self._out.pop(result.plan_id, None)
         if out is None:
             return None
-        if out.behind and not self._cut_short:
-            self.waits_s.append(result.times.queue_us / 1e6)
-            self.waits_steps += result.num_steps
-        self._cut_short = result.num_steps < out.plan.max_steps
+        if out.behind:
+            self._waited(result.times.queue_us / 1e6)
         starts, computed = self._rows(result)
         for sequence_id in out.plan.release:
             self._computed.pop(sequence_id, None)
         step_s = result.times.steps_s / result.num_steps
+        prefills = out.plan.max_steps == 1 and sum(out.plan.advance_max_tokens) > len(out.plan.advance_max_tokens)
+        self._ahead = _Done(step_s, prefills, cut=result.num_steps < out.plan.max_steps)
+        self.decode_steps += 0 if prefills else result.num_steps
         for number in range(result.num_steps if step_s and len(computed) else 0):
             # A plan of several steps computes a token in each, of those that have not ended.
             counts = computed if result.num_steps == 1 else (computed > number).astype(np.int64)
             self.loads.append(step_load(starts + number, counts))
             self.seconds.append(step_s)
         return step_s
+
+    def _waited(self, wait_s: float) -> None:
+        if self._ahead.prefills and self._ahead.step_s:
+            self.waits_prefill.append(wait_s / self._ahead.step_s)
+        elif not self._ahead.cut:
+            self.waits_s.append(wait_s)
 
     def _rows(self, result: Result) -> tuple[Ints, Ints]:
         """Of each sequence the tokens that were computed before, and those that the plan computed."""
@@ -76,14 +97,17 @@ class RecordedSteps:
         return np.array(starts, dtype=np.int64), np.array(result.num_computed, dtype=np.int64)
 
 
-def lead_s(recorded: Iterable[RecordedSteps]) -> float:
-    """How long before a step's end the next plan was asked for; UNMEASURED's if no result says how long it waited.
+def lead(recorded: Iterable[RecordedSteps]) -> ServiceCost:
+    """How long before a step's end the next plan was asked for; UNMEASURED's where no result says how long it waited.
 
-    The median of the plans: a few come far too early, ahead of a chunk that takes longer than those before it. One lead for a plan
-    of several steps is so much less for each of them.
+    Medians, for a few come far too early. One lead for a plan of several steps is so much less for each of them.
     """
     every = list(recorded)
     waits_s = [wait_s for steps in every for wait_s in steps.waits_s]
-    if not any(waits_s):
-        return UNMEASURED.lead_s
-    return median(waits_s) * len(waits_s) / sum(steps.waits_steps for steps in every) + LINK_S
+    shares = [share for steps in every for share in steps.waits_prefill]
+    lead_s, prefill_lead = UNMEASURED.lead_s, UNMEASURED.prefill_lead
+    if any(waits_s):
+        lead_s = median(waits_s) * len(waits_s) / sum(steps.decode_steps for steps in every) + LINK_S
+    if shares:
+        prefill_lead = median(shares)
+    return ServiceCost(lead_s=lead_s, prefill_lead=prefill_lead)

@@ -29,11 +29,11 @@ from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_workloads import Arrival
 
 from tokenmill_simulator.compare import Machines, Run
-from tokenmill_simulator.cost import ServiceCost, StepLoad
+from tokenmill_simulator.cost import StepLoad
 from tokenmill_simulator.figures import Target, summarise
 from tokenmill_simulator.fit import Fit, fit
 from tokenmill_simulator.measures import Measures
-from tokenmill_simulator.recorded_steps import RecordedSteps, lead_s
+from tokenmill_simulator.recorded_steps import RecordedSteps, lead
 from tokenmill_simulator.requests import SimulatedRequest
 from tokenmill_simulator.simulation import Step
 
@@ -134,16 +134,20 @@ class Recording:
             raise ValueError("no executor was recorded")
         first = next(iter(self._descriptions.values()))
         caches = first.caches_prefixes and first.cache_version is not None
-        service = ServiceCost(lead_s=lead_s(self._steps.values()))
+        service = lead(self._steps.values())
         return Machines(self.fit().cost, replace(first, caches_prefixes=caches), len(self._descriptions), service)
 
-    def run(self, config: SchedulerConfig, counters: Counters, target: Target) -> Run:
-        """What was measured, in the same figures as a simulation's. `counters` are the recorded core's."""
-        requests = self.requests()
-        measures = Measures(requests, list(self._asked))
+    def measures(self) -> Measures:
+        """As the core saw it. Raises ValueError when there are no requests."""
+        measures = Measures(self.requests(), list(self._asked))
         for at_s, effects in self._effects:
             measures.happened(effects, at_s - self._start_s)
         measures.steps = [replace(row, start_s=row.start_s - self._start_s, end_s=row.end_s - self._start_s) for row in self._rows]
+        return measures
+
+    def run(self, config: SchedulerConfig, counters: Counters, target: Target) -> Run:
+        """What was measured, in the same figures as a simulation's. `counters` are the recorded core's."""
+        measures = self.measures()
         figures = summarise(measures, counters, config.max_num_seqs, len(self._descriptions), target)
         return Run("recorded", config, figures, measures)
 

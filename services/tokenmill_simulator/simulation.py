@@ -29,7 +29,7 @@ from tokenmill_scheduler.core.records import (
 )
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
-from tokenmill_simulator.cost import UNMEASURED, StepCost
+from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepCost
 from tokenmill_simulator.entrance import Admittance, Entrance, Refusals
 from tokenmill_simulator.executor import ModelExecutor
 from tokenmill_simulator.requests import SimulatedRequest
@@ -64,14 +64,14 @@ class Step:
 class _Drive:
     """One executor as it is driven: its steps one after the other, and when its next plan is due."""
 
-    def __init__(self, index: int, executor: ModelExecutor, lead_s: float) -> None:
-        self._lead_s = lead_s
+    def __init__(self, index: int, executor: ModelExecutor, service: ServiceCost) -> None:
+        self._service = service
         self.index = index
         self.executor = executor
         self.name = executor.description.name
         self.plans_out = 0
         self.asking_s = -1.0
-        self._end_s = self._last_start_s = 0.0
+        self._end_s = self._lead_s = 0.0
 
     def due_s(self, now_s: float) -> float:
         """When the next plan is to be asked for."""
@@ -82,6 +82,7 @@ class _Drive:
         result, seconds = self.executor.step(plan)
         start_s = max(self._end_s, now_s + LINK_S)
         self._end_s = start_s + seconds
+        self._lead_s = self._service.lead_of(seconds, has_prefill=sum(plan.advance_max_tokens) > len(plan.advance_max_tokens))
         self.plans_out += 1
         return start_s, self._end_s, result
 
@@ -98,9 +99,9 @@ class Simulation:
         observer: Observer,
         before: Sequence[Event] = (),
         admittance: Admittance = EVERYBODY,
-        lead_s: float = UNMEASURED.lead_s,
+        service: ServiceCost = UNMEASURED,
     ) -> None:
-        """`before`: events that the core is given first. `lead_s`: how long before a step's end the next plan is asked for.
+        """`before`: events that the core is given first. Of the `service` only the lead matters here.
 
         Raises KeyError for a policy or batching mode that the core does not have.
         """
@@ -111,7 +112,7 @@ class Simulation:
         self._before = before
         output_tokens = [request.arrival.output_tokens for request in requests]
         self.executors = [ModelExecutor(description, cost, output_tokens) for description in executors]
-        self._drives = [_Drive(index, executor, lead_s) for index, executor in enumerate(self.executors)]
+        self._drives = [_Drive(index, executor, service) for index, executor in enumerate(self.executors)]
         # Results on their way, and times to look again; the count settles ties.
         self._heap: list[tuple[float, int, _Drive | None, Result | None, Step | None]] = []
         self._count = 0

@@ -69,15 +69,14 @@ def test_a_peer_that_does_not_run_says_why(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_prediction_is_laid_beside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "PROBES", measuring.PROBES[:4])
     monkeypatch.setattr(measuring, "calibration", partial(measuring.calibration, 3))
-    options = argparse.Namespace(model="simulated", trace=[], requests=4, repeat=1)
+    options = argparse.Namespace(model="simulated", trace=[], requests=4, repeat=2)
     costs = ["--simulated-step-ms", "2", "--simulated-prefill-token-us", "10", "--simulated-decode-token-us", "100"]
     recorded = prediction.record(options, costs)
     found = prediction.compare(recorded)
-    assert [one.name for one in found] == ["burst", "Poisson, 4 requests"]
+    assert [one.name for one in found] == ["burst", "Poisson, 4 requests"] * 2
     assert all(one.foretold.output_tokens_per_s > 0 and one.measured.latency > 0 for one in found)
     rows = [
         line for line in prediction.table("simulated", recorded).splitlines() if line.startswith(("| burst", "| –", "| Poisson"))
     ]
-    assert len(rows) == 4
+    assert len(rows) == 2 * 4  # foretold, two runs, at their speed

@@ -12,7 +12,7 @@ from tokenmill_simulator.executor import step_load
 from tokenmill_simulator.fit import fit
 
 # A small model on two cores.
-TRUE = StepCost(step_s=0.001, weights_s=0.0096, row_s=6e-4, decode_s=3e-4, kv_token_s=1e-6, pair_s=2e-7)
+TRUE = StepCost(step_s=0.001, weights_s=0.0096, row_s=6e-4, decode_s=3e-4, kv_token_s=1e-6, pair_s=2e-7, chunk_s=3e-3)
 
 
 def mixes() -> list[StepLoad]:
@@ -43,7 +43,7 @@ def test_short_steps_are_fitted_as_well_as_long_ones() -> None:
 
 def test_a_slow_step_counts_like_a_fast_one() -> None:
     """What is foretold of many steps is what they take together."""
-    loads = [StepLoad(0, 4, 100, 0)] * 8
+    loads = [StepLoad(0, 4, 100, 0, 0)] * 8
     cost = fit(loads, [0.008, 0.008, 0.008, 0.014] * 2).cost
     assert cost.seconds(loads[0]) == pytest.approx(0.0095)
 
@@ -60,6 +60,6 @@ def test_steps_that_were_held_up_are_left_out() -> None:
 
 
 def test_steps_that_differ_in_nothing_give_a_cost_without_negative_terms() -> None:
-    cost = fit([StepLoad(0, 4, 100, 0)] * 5, [0.01] * 5).cost
+    cost = fit([StepLoad(0, 4, 100, 0, 0)] * 5, [0.01] * 5).cost
     assert min(cost.step_s, cost.row_s, cost.decode_s, cost.kv_token_s) >= 0
-    assert cost.seconds(StepLoad(0, 4, 100, 0)) == pytest.approx(0.01)
+    assert cost.seconds(StepLoad(0, 4, 100, 0, 0)) == pytest.approx(0.01)

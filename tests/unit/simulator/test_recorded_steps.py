@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenmill_scheduler.core.records import Blocks, Plan, Result, StepTimes
 from tokenmill_simulator.cost import UNMEASURED, StepLoad
-from tokenmill_simulator.recorded_steps import RecordedSteps, lead_s
+from tokenmill_simulator.recorded_steps import RecordedSteps, lead
 from tokenmill_simulator.simulation import LINK_S
 
 
@@ -26,8 +26,8 @@ def test_a_plan_of_several_steps_is_so_many_steps() -> None:
     assert steps.answered(result(1, {1: 10, 2: 5}, forward_ms=9)) == pytest.approx(0.009)
     steps.issued(plan(2, {1: 3, 2: 3}, max_steps=3))
     assert steps.answered(result(2, {1: 3, 2: 2}, forward_ms=6, num_steps=3)) == pytest.approx(0.002)
-    assert steps.loads[0] == StepLoad(15, 0, 15, 55 + 15)
-    assert steps.loads[1:] == [StepLoad(0, 2, 11 + 6, 0), StepLoad(0, 2, 12 + 7, 0), StepLoad(0, 1, 13, 0)]
+    assert steps.loads[0] == StepLoad(15, 0, 15, 55 + 15, 2)
+    assert steps.loads[1:] == [StepLoad(0, 2, 11 + 6, 0, 0), StepLoad(0, 2, 12 + 7, 0, 0), StepLoad(0, 1, 13, 0, 0)]
     assert steps.seconds == pytest.approx([0.009, 0.002, 0.002, 0.002])
 
 
@@ -37,21 +37,36 @@ def test_a_result_of_no_known_plan_is_no_step() -> None:
     assert steps.loads == []
 
 
-def test_the_lead_is_what_plans_wait_for_the_end_of_the_one_ahead() -> None:
-    """Not those of an idle executor, nor those that came to cut a longer one short."""
+def answered(*plans: tuple[dict[int, int], int, int, float]) -> RecordedSteps:
+    """Steps of 10 ms, of plans by what they advance, their most steps, the steps they had, and the milliseconds that they waited;
+    each is issued while the one before it is out."""
     steps = RecordedSteps()
-    steps.issued(plan(1, {1: 8}))
-    steps.issued(plan(2, {1: 1}))
-    steps.answered(result(1, {1: 8}, forward_ms=9, queue_ms=7))
-    steps.issued(plan(3, {1: 1}))
-    steps.answered(result(2, {1: 1}, forward_ms=9, queue_ms=3))
-    steps.issued(plan(4, {1: 4}, max_steps=4))
-    steps.answered(result(3, {1: 1}, forward_ms=9, queue_ms=99))
-    steps.issued(plan(5, {2: 9}))
-    steps.answered(result(4, {1: 2}, forward_ms=9, queue_ms=1, num_steps=2))
-    steps.answered(result(5, {2: 9}, forward_ms=9, queue_ms=8))
-    assert lead_s([steps, RecordedSteps()]) == pytest.approx(0.003 * 3 / (1 + 1 + 2) + LINK_S)
+    for number, (most, max_steps, *_) in enumerate(plans):
+        steps.issued(plan(number, most, max_steps))
+        if number:
+            steps.answered(answer_to(number - 1, *plans[number - 1]))
+    steps.answered(answer_to(len(plans) - 1, *plans[-1]))
+    return steps
+
+
+def answer_to(number: int, most: dict[int, int], max_steps: int, num_steps: int, queue_ms: float) -> Result:
+    computed = dict.fromkeys(most, num_steps) if max_steps > 1 else most
+    return result(number, computed, forward_ms=10 * num_steps, queue_ms=queue_ms, num_steps=num_steps)
+
+
+def test_the_lead_is_what_plans_wait_for_the_end_of_the_one_ahead() -> None:
+    """Not the first, of an idle executor, nor the last, that came to cut a longer one short. Of several steps each has its part."""
+    steps = answered(({1: 1}, 1, 1, 99), ({1: 4}, 4, 4, 7), ({1: 1}, 1, 1, 3), ({1: 4}, 4, 2, 3), ({2: 9}, 1, 1, 8))
+    found = lead([steps, RecordedSteps()])
+    assert found.lead_s == pytest.approx(0.003 * 3 / (1 + 4 + 1 + 2) + LINK_S)
+    assert found.prefill_lead == UNMEASURED.prefill_lead
+
+
+def test_behind_a_prompt_the_lead_is_a_share_of_its_step() -> None:
+    steps = answered(({1: 8}, 1, 1, 0), ({1: 1, 2: 8}, 1, 1, 2), ({1: 1, 2: 1}, 1, 1, 4))
+    assert lead([steps]).prefill_lead == pytest.approx(0.3)
+    assert lead([steps]).lead_s == UNMEASURED.lead_s
 
 
 def test_without_any_such_plan_the_lead_is_not_measured() -> None:
-    assert lead_s([RecordedSteps()]) == UNMEASURED.lead_s
+    assert lead([RecordedSteps()]) == UNMEASURED

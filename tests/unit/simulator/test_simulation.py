@@ -112,6 +112,16 @@ def test_who_comes_after_the_next_plan_was_asked_for_waits_a_step_more(lead_s: f
     assert measures.first_token_s[1] - late.at_s == pytest.approx(steps_s)
 
 
+@pytest.mark.parametrize(("prefill_lead", "steps_waited"), [(0.1, 1), (0.3, 2)])
+def test_the_next_plan_is_asked_for_earlier_behind_a_prompt(prefill_lead: float, steps_waited: int) -> None:
+    """By a share of its step, which takes 3 ms; the second request comes 0.5 ms before its end."""
+    on = replace(small_machines(), service=ServiceCost(lead_s=0.0002, prefill_lead=prefill_lead))
+    prompt, late = Arrival(0.0, 20, 40), Arrival(LINK_S + 3e-3 - 0.5e-3, 1, 1)
+    measures = run("fcfs", on.config(), mixed([prompt, late]), on, Target()).measures
+    steps_s = 0.5e-3 + (steps_waited - 1) * 1.1e-3 + 1.2e-3 + LINK_S
+    assert measures.first_token_s[1] - late.at_s == pytest.approx(steps_s)
+
+
 def test_what_lies_between_client_and_core_delays_every_token_alike() -> None:
     on = small_machines(num_blocks=400)
     plain, far = (
