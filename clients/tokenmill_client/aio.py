@@ -13,12 +13,13 @@ from tokenmill.inference.v1 import inference_pb2_grpc
 from tokenmill_client.admin import AsyncAdmin
 from tokenmill_client.errors import Unavailable
 from tokenmill_client.identity import new_request_id
+from tokenmill_client.multiplex import Multiplexer, StreamCall
 from tokenmill_client.options import GenerateOptions, OutputForm, PromptForms, SubmitOptions
 from tokenmill_client.progress import Progress
 from tokenmill_client.records import Cancellation, Model, RequestSnapshot, Submitted, Tokenized
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.security import Tls
-from tokenmill_client.stream import AsyncStream, StreamCall
+from tokenmill_client.stream import AsyncStream
 from tokenmill_client.transport import Transport
 from tokenmill_client.wire import health, incoming, outgoing
 
@@ -51,6 +52,7 @@ class AsyncClient:
     ) -> None:
         """Raises OSError or ValueError when the files for TLS or the token are not right."""
         self._transport = Transport(address, timeout, retry or RetryPolicy(), token, tls)
+        self._streams = Multiplexer(self._transport)
         self.admin = AsyncAdmin(self._transport)
 
     @property
@@ -59,6 +61,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends every stream; their requests are cancelled unless detached."""
+        await self._streams.close()
         await self._transport.close()
 
     async def __aenter__(self) -> Self:
@@ -81,7 +84,7 @@ class AsyncClient:
         def connect(progress: Progress, remaining_s: float | None) -> StreamCall:
             if progress.accepted:
                 return self._attach(progress, output, remaining_s)
-            return self._stub.Generate(request, timeout=remaining_s, metadata=self._transport.metadata)
+            return self._streams.open(request, remaining_s)
 
         progress = Progress(request.request.request_id)
         return AsyncStream(self._transport, connect, progress, None if timeout is None else timeout + _DEADLINE_MARGIN_S)
@@ -153,4 +156,4 @@ class AsyncClient:
 
     def _attach(self, progress: Progress, output: OutputForm, timeout_s: float | None) -> StreamCall:
         request = outgoing.attach(progress.request_id, progress.next_indexes, output)
-        return self._stub.Attach(request, timeout=timeout_s, metadata=self._transport.metadata)
+        return self._streams.open(request, timeout_s)

@@ -79,6 +79,9 @@ class Channels:
     def unary_stream(self, *method: Any, **codec: Any) -> Callable[..., Any]:
         return lambda request, **options: self._channel().unary_stream(*method, **codec)(request, **options)
 
+    def stream_stream(self, *method: Any, **codec: Any) -> Callable[..., Any]:
+        return lambda *requests, **options: self._channel().stream_stream(*method, **codec)(*requests, **options)
+
     def _channel(self) -> grpc.aio.Channel:
         if self.current not in self._channels:
             self._channels[self.current] = open_channel(self.current, self._credentials)

@@ -6,28 +6,20 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
 import grpc
 
 from tokenmill_client.errors import DeadlineExceeded, NoSecureConnection, StreamLost, TokenmillError, Unavailable, from_finished
+from tokenmill_client.multiplex import StreamCall
 from tokenmill_client.progress import Progress, total_usage
 from tokenmill_client.records import Delta, Output, StreamEvent, Usage
 from tokenmill_client.retry import Backoff
 from tokenmill_client.transport import Transport
 from tokenmill_client.wire import incoming
-
-
-class StreamCall(Protocol):
-    """What is used of a running gRPC call. `read` gives a response, or gRPC's end mark."""
-
-    def read(self) -> Coroutine[Any, Any, object]: ...
-
-    def cancel(self) -> bool: ...
-
 
 _log = logging.getLogger("tokenmill_client")
 

@@ -168,7 +168,10 @@ class SchedulerServer:
         if not await self._writer.close(max(until_s - time.monotonic(), LAST_WORDS_S)):
             log.error("not all could be written; it will be computed again", backlog=self._writer.backlog)
         await self._give_up_lease()
-        self.service.close_streams(Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S))
+        reason = Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S)
+        self.service.close_streams(reason)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._inference.close_streams(reason), LAST_WORDS_S)
         await self._server.stop(LAST_WORDS_S)
         for task in self._tasks:
             task.cancel()
@@ -290,7 +293,8 @@ class SchedulerServer:
             ],
         )
         intake = Intake(self.service, max_prompt_tokens=self._settings.max_prompt_tokens)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.service, intake), server)
+        self._inference = InferenceServicer(self.service, intake, self.loop.metrics.refuse)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.service, self.operators), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

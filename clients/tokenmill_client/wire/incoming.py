@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="DataclassInstance")
 
 
+_WITH_EVENTS = (inference_pb2.GenerateResponse, inference_pb2.AttachResponse, inference_pb2.MultiplexResponse.CallEvent)
+
+
 def stream_event(response: object) -> records.StreamEvent | None:
     """None for what is no response: gRPC's mark of a stream's end."""
-    if not isinstance(response, inference_pb2.GenerateResponse | inference_pb2.AttachResponse):
+    if not isinstance(response, _WITH_EVENTS):
         return None
     event = response.event
     match event.WhichOneof("event"):

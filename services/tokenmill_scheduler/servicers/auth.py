@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -22,7 +23,8 @@ _ROLES: dict[str, frozenset[Role]] = {
 }
 _SCHEME = "bearer"
 
-_current: ContextVar[Identity] = ContextVar("identity", default=ANONYMOUS)
+# A stream of many calls can outlive its token, so there each call asks anew.
+_current: ContextVar[Callable[[], Identity]] = ContextVar("identity", default=lambda: ANONYMOUS)
 
 
 class Unauthenticated(DeskError):
@@ -34,8 +36,11 @@ class PermissionDenied(DeskError):
 
 
 def current_identity() -> Identity:
-    """Of the call being answered; ANONYMOUS where no tokens are asked for."""
-    return _current.get()
+    """Of the call being answered; ANONYMOUS where no tokens are asked for.
+
+    Raises Unauthenticated and PermissionDenied in a stream whose token is not good any more.
+    """
+    return _current.get()()
 
 
 def claim(spec: RequestSpec) -> None:
@@ -69,12 +74,18 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         method = handler_call_details.method
         if handler is None or not method.startswith("/tokenmill."):
             return handler  # type: ignore[no-any-return]
+        identify = partial(self._permitted, handler_call_details.invocation_metadata, method)
         try:
-            identity = self._identify(handler_call_details.invocation_metadata)
-            _check_role(identity, method)
+            identity = identify()
         except DeskError as refusal:
             return _refusing(handler, refusal)
-        return _acting_as(handler, identity)
+        return _acting_as(handler, identify if handler.stream_stream else lambda: identity)
+
+    def _permitted(self, metadata: Sequence[tuple[str, str | bytes]], method: str) -> Identity:
+        """Raises Unauthenticated, PermissionDenied."""
+        identity = self._identify(metadata)
+        _check_role(identity, method)
+        return identity
 
     def _identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> Identity:
         if not self._access.needs_token:
@@ -95,11 +106,11 @@ def _check_role(identity: Identity, method: str) -> None:
         raise PermissionDenied(f"{identity.actor} is a {identity.role}; {service} needs the role operator")
 
 
-def _acting_as(handler: Any, identity: Identity) -> grpc.RpcMethodHandler[Any, Any]:
+def _acting_as(handler: Any, identify: Callable[[], Identity]) -> grpc.RpcMethodHandler[Any, Any]:
     def as_identity(behaviour: Callable[..., Any]) -> Callable[..., Any]:
         def call(request: Any, context: Any) -> Any:
             # Each call is a task of its own, with a context of its own.
-            _current.set(identity)
+            _current.set(identify)
             return behaviour(request, context)
 
         return call
@@ -124,4 +135,6 @@ def _rewrapped(
         return grpc.unary_unary_rpc_method_handler(wrap(handler.unary_unary), **codecs)
     if handler.unary_stream:
         return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream), **codecs)
-    raise NotImplementedError("tokenmill's services have no streams of requests")
+    if handler.stream_stream:
+        return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream), **codecs)
+    raise NotImplementedError("tokenmill's services have no streams of requests that are answered once")

@@ -22,7 +22,7 @@ SHUTDOWN_RETRY_S = 1.0
 
 
 class Response(Protocol):
-    """GenerateResponse or AttachResponse."""
+    """GenerateResponse, AttachResponse or CallEvent. A new one is filled in at once: it may be part of a message that goes out."""
 
     @property
     def event(self) -> StreamEvent: ...
@@ -41,7 +41,8 @@ def chunk_responses(writer: EventWriter, chunk: Chunk, new: Callable[[], R]) -> 
 
 def end_responses(writer: EventWriter, ended: Ended, new: Callable[[], R]) -> Iterator[R]:
     """What was held back, then the end."""
-    if writer.held((response := new()).event):
+    if text := writer.held_text():
+        writer.held((response := new()).event, text)
         yield response
     writer.finished((response := new()).event, ended)
     yield response

@@ -90,14 +90,27 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method, failed), **codecs)
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, method, failed), **codecs)
+        if handler.stream_stream:
+            behaviour = _reading(handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(_guard_stream(behaviour, method, failed), **codecs)
         return handler  # type: ignore[no-any-return]
 
     def _submit_failed(self, error: Exception) -> None:
-        self._refused(_known(error)[1] or "INTERNAL")
+        self._refused(reason_of(error))
 
 
 def _ignore(error: Exception) -> None:
     """Only submits are counted."""
+
+
+def reason_of(error: Exception) -> str:
+    """As in its status's ErrorInfo."""
+    return _known(error)[1] or "INTERNAL"
+
+
+def told_of(error: Exception, method: str) -> status_pb2.Status:
+    """The status that tells a client of any `error`; one that is not foreseen is logged as of `method`."""
+    return status_of(error) or _internal(error, method)
 
 
 def status_of(error: Exception) -> status_pb2.Status | None:
@@ -142,6 +155,20 @@ def _decoding(decode: Callable[[bytes], Message]) -> Callable[[bytes], Message |
     return decoded
 
 
+def _reading(
+    behaviour: Callable[[AsyncIterator[Message], Context], AsyncIterator[Message]],
+) -> Callable[[AsyncIterator[Message | InvalidArgument], Context], AsyncIterator[Message]]:
+    """Raises what could not be decoded where the behaviour reads it."""
+
+    async def checked(requests: AsyncIterator[Message | InvalidArgument]) -> AsyncIterator[Message]:
+        async for request in requests:
+            if isinstance(request, InvalidArgument):
+                raise request
+            yield request
+
+    return lambda requests, context: behaviour(checked(requests), context)
+
+
 def _guard_unary(
     behaviour: Callable[[Message, Context], Awaitable[Message]], method: str, failed: Failed
 ) -> Callable[[Message | InvalidArgument, Context], Awaitable[Message]]:
@@ -158,11 +185,11 @@ def _guard_unary(
 
 
 def _guard_stream(
-    behaviour: Callable[[Message, Context], AsyncIterator[Message]], method: str, failed: Failed
-) -> Callable[[Message | InvalidArgument, Context], Awaitable[None]]:
+    behaviour: Callable[[Any, Context], AsyncIterator[Message]], method: str, failed: Failed
+) -> Callable[[Any, Context], Awaitable[None]]:
     """grpc.aio leaves a generator whose client is gone to the garbage collector; here it is closed before the call ends."""
 
-    async def guarded(request: Message | InvalidArgument, context: Context) -> None:
+    async def guarded(request: Any, context: Context) -> None:
         accepted = False
         try:
             if isinstance(request, InvalidArgument):
@@ -192,7 +219,7 @@ async def _write(context: Context, response: Message) -> bool:
 async def _abort(error: Exception, method: str, context: Context) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    await context.abort_with_status(rpc_status.to_status(status_of(error) or _internal(error, method)))
+    await context.abort_with_status(rpc_status.to_status(told_of(error, method)))
 
 
 def _internal(error: Exception, method: str) -> status_pb2.Status:

@@ -49,14 +49,15 @@ class EventWriter:
             add_logprobs(delta, chunk.logprobs)
         self._next_index = chunk.first_index + count
 
-    def held(self, event: StreamEvent) -> bool:
-        """The Delta with the text held back until now; False when there is none."""
-        text = "" if self._text is None else self._text.finish()
-        if text:
-            event.choice = self._choice
-            event.delta.first_index = self._next_index
-            event.delta.text = text
-        return bool(text)
+    def held_text(self) -> str:
+        """What was held back until now."""
+        return "" if self._text is None else self._text.finish()
+
+    def held(self, event: StreamEvent, text: str) -> None:
+        """The Delta of `held_text`."""
+        event.choice = self._choice
+        event.delta.first_index = self._next_index
+        event.delta.text = text
 
     def finished(self, event: StreamEvent, ended: Ended) -> None:
         event.choice = self._choice

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
+from google.rpc.status_pb2 import Status
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
@@ -23,7 +24,9 @@ from tokenmill_scheduler.intake.fields import read_next_indexes, read_reason, re
 from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.auth import check_visible, claim
 from tokenmill_scheduler.servicers.choices import R, relay_best, relay_choices, relay_one
+from tokenmill_scheduler.servicers.errors import reason_of, told_of
 from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
+from tokenmill_scheduler.servicers.multiplex import CallEvent, Multiplexed
 from tokenmill_scheduler.servicers.snapshots import Snapshots
 from tokenmill_scheduler.text.stream import TextStream
 
@@ -33,20 +36,17 @@ _RETRY_S = 1.0
 
 
 class InferenceServicer(InferenceServiceServicer):
-    def __init__(self, desk: Desk, intake: Intake) -> None:
+    def __init__(self, desk: Desk, intake: Intake, refused: Callable[[str], None] = lambda reason: None) -> None:
+        """`refused` is told the reason of each submit by Multiplex that fails; of other calls `ErrorInterceptor` sees it."""
         self._desk = desk
         self._intake = intake
         self._snapshots = Snapshots(desk, self._text_of)
+        self._refused = refused
+        self._multiplexed: set[Multiplexed] = set()
         self._leaving: set[asyncio.Task[None]] = set()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        claim(request.request)
-        taken = await self._intake.take(request.request, detached=request.request.detached)
-        attachments = await self._open(taken)
-        output = request.output if request.HasField("output") else None
-        async with _closing(attachments), aclosing(self._relay(attachments, (), output, pb.GenerateResponse)) as responses:
-            async for response in responses:
-                yield response
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
+        return self._generate(request, pb.GenerateResponse)
 
     async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.SubmitResponse:
         claim(request.request)
@@ -54,18 +54,22 @@ class InferenceServicer(InferenceServiceServicer):
         submitted = await self._desk.submit(taken.request, taken.payload_digest)
         return pb.SubmitResponse(request_id=submitted.request_id, prompt_tokens=len(taken.request.prompt), joined=submitted.joined)
 
-    async def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncIterator[pb.AttachResponse]:
-        output = request.output if request.HasField("output") else None
-        wanted = (await self._visible(request.request_id)).stored.request
-        next_indexes = read_next_indexes(request, wanted)
-        if wants_text(output):
-            # Unavailable until the model is known, as after a restart. Asked before a stream is opened: closing one again would
-            # cancel a request that nobody else reads.
-            self._model_of(wanted)
-        attachments = await self._attach(wanted, next_indexes)
-        async with _closing(attachments), aclosing(self._relay(attachments, next_indexes, output, pb.AttachResponse)) as responses:
-            async for response in responses:
-                yield response
+    def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncGenerator[pb.AttachResponse, None]:
+        return self._take_up(request, pb.AttachResponse)
+
+    async def Multiplex(
+        self, requests: AsyncIterator[pb.MultiplexRequest], context: Any
+    ) -> AsyncGenerator[pb.MultiplexResponse, None]:
+        # A client sends nothing before it knows that there is such a call.
+        await context.send_initial_metadata(())
+        multiplexed = Multiplexed(self._begin, self._tell)
+        self._multiplexed.add(multiplexed)
+        try:
+            async with aclosing(multiplexed.run(requests)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._multiplexed.discard(multiplexed)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Any) -> pb.GetRequestResponse:
         status = await self._visible(request.request_id)
@@ -83,6 +87,43 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[convert.model(model) for model in self._desk.models()])
+
+    async def close_streams(self, reason: Unavailable) -> None:
+        """Ends every stream that carries several calls with `reason` once these have ended."""
+        await asyncio.gather(*[multiplexed.close(reason) for multiplexed in tuple(self._multiplexed)])
+
+    def _begin(self, request: pb.MultiplexRequest, new: Callable[[], CallEvent]) -> AsyncGenerator[CallEvent, None]:
+        if request.WhichOneof("action") == "generate":
+            return self._generate(request.generate, new)
+        return self._take_up(request.attach, new)
+
+    def _tell(self, error: Exception, request: pb.MultiplexRequest, told: bool) -> Status:
+        method = "Generate" if request.WhichOneof("action") == "generate" else "Attach"
+        if method == "Generate" and not told:
+            self._refused(reason_of(error))
+        return told_of(error, method)
+
+    async def _generate(self, request: pb.GenerateRequest, new: Callable[[], R]) -> AsyncGenerator[R, None]:
+        claim(request.request)
+        taken = await self._intake.take(request.request, detached=request.request.detached)
+        attachments = await self._open(taken)
+        output = request.output if request.HasField("output") else None
+        async with _closing(attachments), aclosing(self._relay(attachments, (), output, new)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _take_up(self, request: pb.AttachRequest, new: Callable[[], R]) -> AsyncGenerator[R, None]:
+        output = request.output if request.HasField("output") else None
+        wanted = (await self._visible(request.request_id)).stored.request
+        next_indexes = read_next_indexes(request, wanted)
+        if wants_text(output):
+            # Unavailable until the model is known, as after a restart. Asked before a stream is opened: closing one again would
+            # cancel a request that nobody else reads.
+            self._model_of(wanted)
+        attachments = await self._attach(wanted, next_indexes)
+        async with _closing(attachments), aclosing(self._relay(attachments, next_indexes, output, new)) as responses:
+            async for response in responses:
+                yield response
 
     def _relay(
         self,

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tokenmill.inference.v1 import types_pb2 as tokenmill_dot_inference_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&tokenmill/inference/v1/inference.proto\x12\x16tokenmill.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"tokenmill/inference/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"E\n\x0c\x43hatMessages\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.tokenmill.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\x8d\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x34\n\x04\x63hat\x18\x02 \x01(\x0b\x32$.tokenmill.inference.v1.ChatMessagesH\x00\x12\x35\n\ttoken_ids\x18\x03 \x01(\x0b\x32 .tokenmill.inference.v1.TokenIdsH\x00\x42\x06\n\x04\x66orm\"0\n\rOutputOptions\x12\x0c\n\x04text\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xec\x02\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\x06prompt\x18\x03 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.tokenmill.inference.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08\x64\x65tached\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12*\n\x04lane\x18\n \x01(\x0e\x32\x1c.tokenmill.inference.v1.Lane\x12\x30\n\rqueue_timeout\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"~\n\x0fGenerateRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\x12\x35\n\x06output\x18\x02 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\"F\n\x10GenerateResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"E\n\rSubmitRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\"K\n\x0eSubmitResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06joined\x18\x03 \x01(\x08\"\x84\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\x12\x35\n\x06output\x18\x03 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\x12\x14\n\x0cnext_indexes\x18\x04 \x03(\r\"D\n\x0e\x41ttachResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"?\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_output\x18\x02 \x01(\x08\"\x85\x01\n\x0e\x43hoiceSnapshot\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x34\n\x07request\x18\x02 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12\x13\n\x0boutput_text\x18\x04 \x01(\t\"\xb2\x01\n\x12GetRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x13\n\x0boutput_text\x18\x03 \x01(\t\x12\x37\n\x07\x63hoices\x18\x04 \x03(\x0b\x32&.tokenmill.inference.v1.ChoiceSnapshot\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\\\n\x0e\x43\x61ncelResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x15\n\ralready_ended\x18\x02 \x01(\x08\"P\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x06prompt\x18\x02 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"\x88\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x11\n\texecutors\x18\x06 \x01(\r\"C\n\x12ListModelsResponse\x12-\n\x06models\x18\x01 \x03(\x0b\x32\x1d.tokenmill.inference.v1.Model2\xa9\x05\n\x10InferenceService\x12_\n\x08Generate\x12\'.tokenmill.inference.v1.GenerateRequest\x1a(.tokenmill.inference.v1.GenerateResponse0\x01\x12W\n\x06Submit\x12%.tokenmill.inference.v1.SubmitRequest\x1a&.tokenmill.inference.v1.SubmitResponse\x12Y\n\x06\x41ttach\x12%.tokenmill.inference.v1.AttachRequest\x1a&.tokenmill.inference.v1.AttachResponse0\x01\x12\x63\n\nGetRequest\x12).tokenmill.inference.v1.GetRequestRequest\x1a*.tokenmill.inference.v1.GetRequestResponse\x12W\n\x06\x43\x61ncel\x12%.tokenmill.inference.v1.CancelRequest\x1a&.tokenmill.inference.v1.CancelResponse\x12]\n\x08Tokenize\x12\'.tokenmill.inference.v1.TokenizeRequest\x1a(.tokenmill.inference.v1.TokenizeResponse\x12\x63\n\nListModels\x12).tokenmill.inference.v1.ListModelsRequest\x1a*.tokenmill.inference.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&tokenmill/inference/v1/inference.proto\x12\x16tokenmill.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"tokenmill/inference/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"E\n\x0c\x43hatMessages\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.tokenmill.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\x8d\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x34\n\x04\x63hat\x18\x02 \x01(\x0b\x32$.tokenmill.inference.v1.ChatMessagesH\x00\x12\x35\n\ttoken_ids\x18\x03 \x01(\x0b\x32 .tokenmill.inference.v1.TokenIdsH\x00\x42\x06\n\x04\x66orm\"0\n\rOutputOptions\x12\x0c\n\x04text\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xec\x02\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\x06prompt\x18\x03 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.tokenmill.inference.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08\x64\x65tached\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12*\n\x04lane\x18\n \x01(\x0e\x32\x1c.tokenmill.inference.v1.Lane\x12\x30\n\rqueue_timeout\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"~\n\x0fGenerateRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\x12\x35\n\x06output\x18\x02 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\"F\n\x10GenerateResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"E\n\rSubmitRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestSpec\"K\n\x0eSubmitResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06joined\x18\x03 \x01(\x08\"\x84\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\r\x12\x35\n\x06output\x18\x03 \x01(\x0b\x32%.tokenmill.inference.v1.OutputOptions\x12\x14\n\x0cnext_indexes\x18\x04 \x03(\r\"D\n\x0e\x41ttachResponse\x12\x32\n\x05\x65vent\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEvent\"\x81\x03\n\x10MultiplexRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\r\x12;\n\x08generate\x18\x02 \x01(\x0b\x32\'.tokenmill.inference.v1.GenerateRequestH\x00\x12\x37\n\x06\x61ttach\x18\x03 \x01(\x0b\x32%.tokenmill.inference.v1.AttachRequestH\x00\x12?\n\x05leave\x18\x04 \x01(\x0b\x32..tokenmill.inference.v1.MultiplexRequest.LeaveH\x00\x12?\n\x05pause\x18\x05 \x01(\x0b\x32..tokenmill.inference.v1.MultiplexRequest.PauseH\x00\x12\x41\n\x06resume\x18\x06 \x01(\x0b\x32/.tokenmill.inference.v1.MultiplexRequest.ResumeH\x00\x1a\x07\n\x05Leave\x1a\x07\n\x05Pause\x1a\x08\n\x06ResumeB\x08\n\x06\x61\x63tion\"\xc3\x01\n\x11MultiplexResponse\x12\x43\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x33.tokenmill.inference.v1.MultiplexResponse.CallEvent\x1ai\n\tCallEvent\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\r\x12\x34\n\x05\x65vent\x18\x02 \x01(\x0b\x32#.tokenmill.inference.v1.StreamEventH\x00\x12\x10\n\x06status\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04what\"?\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_output\x18\x02 \x01(\x08\"\x85\x01\n\x0e\x43hoiceSnapshot\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x34\n\x07request\x18\x02 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12\x13\n\x0boutput_text\x18\x04 \x01(\t\"\xb2\x01\n\x12GetRequestResponse\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tokenmill.inference.v1.RequestInfo\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x13\n\x0boutput_text\x18\x03 \x01(\t\x12\x37\n\x07\x63hoices\x18\x04 \x03(\x0b\x32&.tokenmill.inference.v1.ChoiceSnapshot\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\\\n\x0e\x43\x61ncelResponse\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.tokenmill.inference.v1.RequestState\x12\x15\n\ralready_ended\x18\x02 \x01(\x08\"P\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x06prompt\x18\x02 \x01(\x0b\x32\x1e.tokenmill.inference.v1.Prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"\x88\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x11\n\texecutors\x18\x06 \x01(\r\"C\n\x12ListModelsResponse\x12-\n\x06models\x18\x01 \x03(\x0b\x32\x1d.tokenmill.inference.v1.Model2\x8f\x06\n\x10InferenceService\x12_\n\x08Generate\x12\'.tokenmill.inference.v1.GenerateRequest\x1a(.tokenmill.inference.v1.GenerateResponse0\x01\x12W\n\x06Submit\x12%.tokenmill.inference.v1.SubmitRequest\x1a&.tokenmill.inference.v1.SubmitResponse\x12Y\n\x06\x41ttach\x12%.tokenmill.inference.v1.AttachRequest\x1a&.tokenmill.inference.v1.AttachResponse0\x01\x12\x64\n\tMultiplex\x12(.tokenmill.inference.v1.MultiplexRequest\x1a).tokenmill.inference.v1.MultiplexResponse(\x01\x30\x01\x12\x63\n\nGetRequest\x12).tokenmill.inference.v1.GetRequestRequest\x1a*.tokenmill.inference.v1.GetRequestResponse\x12W\n\x06\x43\x61ncel\x12%.tokenmill.inference.v1.CancelRequest\x1a&.tokenmill.inference.v1.CancelResponse\x12]\n\x08Tokenize\x12\'.tokenmill.inference.v1.TokenizeRequest\x1a(.tokenmill.inference.v1.TokenizeResponse\x12\x63\n\nListModels\x12).tokenmill.inference.v1.ListModelsRequest\x1a*.tokenmill.inference.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,26 +57,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREQUEST']._serialized_end=1318
   _globals['_ATTACHRESPONSE']._serialized_start=1320
   _globals['_ATTACHRESPONSE']._serialized_end=1388
-  _globals['_GETREQUESTREQUEST']._serialized_start=1390
-  _globals['_GETREQUESTREQUEST']._serialized_end=1453
-  _globals['_CHOICESNAPSHOT']._serialized_start=1456
-  _globals['_CHOICESNAPSHOT']._serialized_end=1589
-  _globals['_GETREQUESTRESPONSE']._serialized_start=1592
-  _globals['_GETREQUESTRESPONSE']._serialized_end=1770
-  _globals['_CANCELREQUEST']._serialized_start=1772
-  _globals['_CANCELREQUEST']._serialized_end=1823
-  _globals['_CANCELRESPONSE']._serialized_start=1825
-  _globals['_CANCELRESPONSE']._serialized_end=1917
-  _globals['_TOKENIZEREQUEST']._serialized_start=1919
-  _globals['_TOKENIZEREQUEST']._serialized_end=1999
-  _globals['_TOKENIZERESPONSE']._serialized_start=2001
-  _globals['_TOKENIZERESPONSE']._serialized_end=2061
-  _globals['_LISTMODELSREQUEST']._serialized_start=2063
-  _globals['_LISTMODELSREQUEST']._serialized_end=2082
-  _globals['_MODEL']._serialized_start=2085
-  _globals['_MODEL']._serialized_end=2221
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2223
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2290
-  _globals['_INFERENCESERVICE']._serialized_start=2293
-  _globals['_INFERENCESERVICE']._serialized_end=2974
+  _globals['_MULTIPLEXREQUEST']._serialized_start=1391
+  _globals['_MULTIPLEXREQUEST']._serialized_end=1776
+  _globals['_MULTIPLEXREQUEST_LEAVE']._serialized_start=1740
+  _globals['_MULTIPLEXREQUEST_LEAVE']._serialized_end=1747
+  _globals['_MULTIPLEXREQUEST_PAUSE']._serialized_start=1749
+  _globals['_MULTIPLEXREQUEST_PAUSE']._serialized_end=1756
+  _globals['_MULTIPLEXREQUEST_RESUME']._serialized_start=1758
+  _globals['_MULTIPLEXREQUEST_RESUME']._serialized_end=1766
+  _globals['_MULTIPLEXRESPONSE']._serialized_start=1779
+  _globals['_MULTIPLEXRESPONSE']._serialized_end=1974
+  _globals['_MULTIPLEXRESPONSE_CALLEVENT']._serialized_start=1869
+  _globals['_MULTIPLEXRESPONSE_CALLEVENT']._serialized_end=1974
+  _globals['_GETREQUESTREQUEST']._serialized_start=1976
+  _globals['_GETREQUESTREQUEST']._serialized_end=2039
+  _globals['_CHOICESNAPSHOT']._serialized_start=2042
+  _globals['_CHOICESNAPSHOT']._serialized_end=2175
+  _globals['_GETREQUESTRESPONSE']._serialized_start=2178
+  _globals['_GETREQUESTRESPONSE']._serialized_end=2356
+  _globals['_CANCELREQUEST']._serialized_start=2358
+  _globals['_CANCELREQUEST']._serialized_end=2409
+  _globals['_CANCELRESPONSE']._serialized_start=2411
+  _globals['_CANCELRESPONSE']._serialized_end=2503
+  _globals['_TOKENIZEREQUEST']._serialized_start=2505
+  _globals['_TOKENIZEREQUEST']._serialized_end=2585
+  _globals['_TOKENIZERESPONSE']._serialized_start=2587
+  _globals['_TOKENIZERESPONSE']._serialized_end=2647
+  _globals['_LISTMODELSREQUEST']._serialized_start=2649
+  _globals['_LISTMODELSREQUEST']._serialized_end=2668
+  _globals['_MODEL']._serialized_start=2671
+  _globals['_MODEL']._serialized_end=2807
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2809
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2876
+  _globals['_INFERENCESERVICE']._serialized_start=2879
+  _globals['_INFERENCESERVICE']._serialized_end=3662
 # @@protoc_insertion_point(module_scope)

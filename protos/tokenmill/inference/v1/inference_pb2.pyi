@@ -350,6 +350,142 @@ class AttachResponse(_message.Message):
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
+class MultiplexRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Leave(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Pause(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Resume(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CALL_FIELD_NUMBER: _builtins.int
+    GENERATE_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """The client's number for a call, a new one for each that it opens. At most 4,096 may be open at once."""
+    @_builtins.property
+    def generate(self) -> Global___GenerateRequest: ...
+    @_builtins.property
+    def attach(self) -> Global___AttachRequest: ...
+    @_builtins.property
+    def leave(self) -> Global___MultiplexRequest.Leave:
+        """Nothing more is wanted, as when a stream is dropped."""
+
+    @_builtins.property
+    def pause(self) -> Global___MultiplexRequest.Pause:
+        """Its tokens gather at the server until `resume`, so that one that is read slowly keeps no other waiting. What is under way
+        still comes.
+        """
+
+    @_builtins.property
+    def resume(self) -> Global___MultiplexRequest.Resume: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        generate: Global___GenerateRequest | None = ...,
+        attach: Global___AttachRequest | None = ...,
+        leave: Global___MultiplexRequest.Leave | None = ...,
+        pause: Global___MultiplexRequest.Pause | None = ...,
+        resume: Global___MultiplexRequest.Resume | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "generate", b"generate", "leave", b"leave", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "call", b"call", "generate", b"generate", "leave", b"leave", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["generate", "attach", "leave", "pause", "resume"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___MultiplexRequest: _TypeAlias = MultiplexRequest  # noqa: Y015
+
+@_typing.final
+class MultiplexResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CallEvent(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        CALL_FIELD_NUMBER: _builtins.int
+        EVENT_FIELD_NUMBER: _builtins.int
+        STATUS_FIELD_NUMBER: _builtins.int
+        call: _builtins.int
+        status: _builtins.bytes
+        """The call is over: empty behind its last event, else why, a google.rpc.Status as in the trailer `grpc-status-details-bin` of a
+        call of its own.
+        """
+        @_builtins.property
+        def event(self) -> _types_pb2.StreamEvent: ...
+        def __init__(
+            self,
+            *,
+            call: _builtins.int = ...,
+            event: _types_pb2.StreamEvent | None = ...,
+            status: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "status", b"status", "what", b"what"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "event", b"event", "status", b"status", "what", b"what"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["event", "status"]  # noqa: Y015
+        _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MultiplexResponse.CallEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___MultiplexResponse.CallEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiplexResponse: _TypeAlias = MultiplexResponse  # noqa: Y015
+
+@_typing.final
 class GetRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

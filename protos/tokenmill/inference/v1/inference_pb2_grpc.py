@@ -49,6 +49,11 @@ class InferenceServiceStub:
                 request_serializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
                 response_deserializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.Multiplex = channel.stream_stream(
+                '/tokenmill.inference.v1.InferenceService/Multiplex',
+                request_serializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.MultiplexRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.MultiplexResponse.FromString,
+                _registered_method=True)
         self.GetRequest = channel.unary_unary(
                 '/tokenmill.inference.v1.InferenceService/GetRequest',
                 request_serializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
@@ -90,6 +95,14 @@ class InferenceServiceServicer:
 
     def Attach(self, request, context):
         """Streams a request's tokens from an index on: each index once, in order, whatever crashed in between.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Multiplex(self, request_iterator, context):
+        """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
+        comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +150,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.AttachRequest.FromString,
                     response_serializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.AttachResponse.SerializeToString,
+            ),
+            'Multiplex': grpc.stream_stream_rpc_method_handler(
+                    servicer.Multiplex,
+                    request_deserializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.MultiplexRequest.FromString,
+                    response_serializer=tokenmill_dot_inference_dot_v1_dot_inference__pb2.MultiplexResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRequest,
@@ -240,6 +258,33 @@ class InferenceService:
             '/tokenmill.inference.v1.InferenceService/Attach',
             tokenmill_dot_inference_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
             tokenmill_dot_inference_dot_v1_dot_inference__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Multiplex(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tokenmill.inference.v1.InferenceService/Multiplex',
+            tokenmill_dot_inference_dot_v1_dot_inference__pb2.MultiplexRequest.SerializeToString,
+            tokenmill_dot_inference_dot_v1_dot_inference__pb2.MultiplexResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class InferenceServiceStub:
     """Submits a request and returns once it is durable; it runs detached. Take up its stream with Attach."""
     Attach: _grpc.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.AttachResponse]
     """Streams a request's tokens from an index on: each index once, in order, whatever crashed in between."""
+    Multiplex: _grpc.StreamStreamMultiCallable[_inference_pb2.MultiplexRequest, _inference_pb2.MultiplexResponse]
+    """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
+    comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
+    """
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Of all choices of a request, or of the one that is named. Idempotent: cancelling an ended request changes nothing and says so."""
@@ -52,6 +56,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Submits a request and returns once it is durable; it runs detached. Take up its stream with Attach."""
     Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.AttachResponse]  # type: ignore[assignment]
     """Streams a request's tokens from an index on: each index once, in order, whatever crashed in between."""
+    Multiplex: _aio.StreamStreamMultiCallable[_inference_pb2.MultiplexRequest, _inference_pb2.MultiplexResponse]  # type: ignore[assignment]
+    """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
+    comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
+    """
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Of all choices of a request, or of the one that is named. Idempotent: cancelling an ended request changes nothing and says so."""
@@ -82,6 +90,16 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.AttachResponse], _abc.AsyncIterator[_inference_pb2.AttachResponse]]:
         """Streams a request's tokens from an index on: each index once, in order, whatever crashed in between."""
+
+    @_abc_1.abstractmethod
+    def Multiplex(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.MultiplexRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.MultiplexResponse], _abc.AsyncIterator[_inference_pb2.MultiplexResponse]]:
+        """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
+        comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
+        """
 
     @_abc_1.abstractmethod
     def GetRequest(

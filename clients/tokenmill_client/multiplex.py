@@ -1,0 +1,239 @@
+"""Many streams over one call: a client that keeps many requests open gets what is new of all of them in one message.
+
+To a stream, its part of such a call looks as a call of its own does: it is read and cancelled, and fails with gRPC's errors. A
+server that is older and has no such calls is given one for each stream. Must not know: what events mean, how a stream survives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from itertools import count
+from typing import Any, Protocol
+
+import grpc
+from google.rpc.status_pb2 import Status
+from tokenmill.inference.v1 import inference_pb2 as pb
+from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceStub
+
+from tokenmill_client.transport import Transport
+
+# Far below what a server takes on one stream; one more is opened beyond it.
+MAX_LINES = 1_024
+# A line that nobody reads is paused when so many events wait, and goes on when half of them are read.
+_PAUSE_AT = 64
+
+Request = pb.GenerateRequest | pb.AttachRequest
+END: object = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
+
+
+class StreamCall(Protocol):
+    """What is used of a running gRPC call. `read` gives a response, or gRPC's end mark."""
+
+    def read(self) -> Coroutine[Any, Any, object]: ...
+
+    def cancel(self) -> bool: ...
+
+
+class Multiplexer:
+    """Opens streams at the address that the transport is at."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._exchanges: dict[str, list[_Exchange]] = {}
+        # Addresses of servers that have no such calls.
+        self._without: set[str] = set()
+
+    def open(self, request: Request, timeout_s: float | None) -> StreamCall:
+        address = self._transport.current
+        if address in self._without:
+            return self._alone(request, timeout_s)
+        return _Line(self._exchange(address), request, timeout_s, lambda left_s: self._fall_back(address, request, left_s))
+
+    async def close(self) -> None:
+        """Every stream ends as one does that is cancelled."""
+        await asyncio.gather(*[one.close() for exchanges in self._exchanges.values() for one in exchanges])
+
+    def _exchange(self, address: str) -> _Exchange:
+        """One with room, of those that are open or new."""
+        exchanges = self._exchanges[address] = [one for one in self._exchanges.get(address, ()) if not one.is_over]
+        if not exchanges or not exchanges[-1].has_room:
+            exchanges.append(_Exchange(self._transport))
+        return exchanges[-1]
+
+    def _fall_back(self, address: str, request: Request, timeout_s: float | None) -> StreamCall:
+        self._without.add(address)
+        return self._alone(request, timeout_s)
+
+    def _alone(self, request: Request, timeout_s: float | None) -> StreamCall:
+        stub = InferenceServiceStub(self._transport.channel)
+        if isinstance(request, pb.GenerateRequest):
+            return stub.Generate(request, timeout=timeout_s, metadata=self._transport.metadata)
+        return stub.Attach(request, timeout=timeout_s, metadata=self._transport.metadata)
+
+
+class _Exchange:
+    """One Multiplex call and its lines."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.is_over = False
+        self._lines: dict[int, _Line] = {}
+        self._numbers = count(1)
+        self._outgoing: deque[pb.MultiplexRequest] = deque()
+        stub = InferenceServiceStub(transport.channel)
+        self._call = stub.Multiplex(None, metadata=transport.metadata)
+        self._reading = asyncio.create_task(self._read())
+        self._sending: asyncio.Task[None] | None = None
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._lines) < MAX_LINES
+
+    def open(self, line: _Line, request: Request) -> int:
+        """Returns the number of the line."""
+        number = next(self._numbers)
+        self._lines[number] = line
+        if isinstance(request, pb.GenerateRequest):
+            self.send(pb.MultiplexRequest(call=number, generate=request))
+        else:
+            self.send(pb.MultiplexRequest(call=number, attach=request))
+        return number
+
+    def send(self, request: pb.MultiplexRequest) -> None:
+        self._outgoing.append(request)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await asyncio.gather(self._reading, *[self._sending] if self._sending else (), return_exceptions=True)
+
+    def leave(self, number: int) -> None:
+        if self._lines.pop(number, None) is not None:
+            self.send(pb.MultiplexRequest(call=number, leave=pb.MultiplexRequest.Leave()))
+
+    async def _send(self) -> None:
+        # One after the other: gRPC takes no second message while one is under way. What goes wrong shows where the call is read.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            # Without this a write can meet a call that has ended, and gRPC then forgets the status that it ended with.
+            await self._call.initial_metadata()
+            while self._outgoing and not self._call.done():
+                await self._call.write(self._outgoing.popleft())
+
+    async def _read(self) -> None:
+        failure: BaseException = _rpc_error(grpc.StatusCode.UNAVAILABLE, "the stream of streams ended")
+        try:
+            while (response := await self._call.read()) is not END:
+                assert isinstance(response, pb.MultiplexResponse)
+                for event in response.events:
+                    self._arrived(event)
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            failure = error
+        finally:
+            self.is_over = True
+            for line in self._lines.values():
+                line.fail(failure)
+            self._lines.clear()
+
+    def _arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
+        line = self._lines.get(event.call)
+        if line is None:
+            return  # it was left while this was under way
+        line.arrived(event)
+        if event.WhichOneof("what") == "status":
+            del self._lines[event.call]
+
+
+class _Line:
+    """One stream's part of an exchange: a `StreamCall`."""
+
+    def __init__(
+        self, exchange: _Exchange, request: Request, timeout_s: float | None, fall_back: Callable[[float | None], StreamCall]
+    ) -> None:
+        """`fall_back` opens a call of its own, with the seconds left, where the server has no others."""
+        loop = asyncio.get_running_loop()
+        self._deadline_s = None if timeout_s is None else loop.time() + timeout_s
+        self._fall_back = fall_back
+        self._alone: StreamCall | None = None
+        self._exchange = exchange
+        self._events: deque[pb.MultiplexResponse.CallEvent] = deque()
+        self._came = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._is_known = self._is_paused = False
+        self._number = exchange.open(self, request)
+
+    async def read(self) -> object:
+        """Raises grpc.aio.AioRpcError."""
+        if self._alone is not None:
+            return await self._alone.read()
+        if not self._events and self._failure is None:
+            await self._wait()
+        if self._events:
+            return self._next()
+        assert self._failure is not None
+        if not self._is_known and _is_unimplemented(self._failure):
+            self._alone = self._fall_back(self._left_s())
+            return await self._alone.read()
+        raise self._failure
+
+    def cancel(self) -> bool:
+        if self._alone is not None:
+            return self._alone.cancel()
+        self._exchange.leave(self._number)
+        return True
+
+    def arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
+        self._is_known = True
+        self._events.append(event)
+        if len(self._events) == _PAUSE_AT and not self._is_paused:
+            self._is_paused = True
+            self._exchange.send(pb.MultiplexRequest(call=self._number, pause=pb.MultiplexRequest.Pause()))
+        self._came.set()
+
+    def fail(self, failure: BaseException) -> None:
+        self._failure = failure
+        self._came.set()
+
+    def _next(self) -> object:
+        event = self._events.popleft()
+        if self._is_paused and len(self._events) <= _PAUSE_AT // 2:
+            self._is_paused = False
+            self._exchange.send(pb.MultiplexRequest(call=self._number, resume=pb.MultiplexRequest.Resume()))
+        if event.WhichOneof("what") != "status":
+            return event
+        if not event.status:
+            # Whoever reads on is told again.
+            self._events.append(event)
+            return END
+        status = Status.FromString(event.status)
+        self._failure = _rpc_error(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message, event.status)
+        raise self._failure
+
+    async def _wait(self) -> None:
+        self._came.clear()
+        if self._deadline_s is None:
+            await self._came.wait()
+            return
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                await self._came.wait()
+        except TimeoutError:
+            self.cancel()
+            self._failure = _rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - asyncio.get_running_loop().time())
+
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _rpc_error(code: grpc.StatusCode, message: str, status: bytes = b"") -> grpc.aio.AioRpcError:
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", status)) if status else grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, message, None)
+
+
+def _is_unimplemented(failure: BaseException) -> bool:
+    return isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.UNIMPLEMENTED
