@@ -235,6 +235,11 @@ class FakeDesk:
 
     # ---- inside ----------------------------------------------------------------------------------------------------------------
 
+    def come(self, entry: Entry) -> None:
+        entry.readers += 1
+        self.open_streams += 1
+        self._wake(entry)
+
     def leave(self, entry: Entry) -> None:
         """A reader has gone; the last one takes a request that is not detached with it."""
         entry.readers -= 1
@@ -298,8 +303,7 @@ class FakeChunks:
         self._next_index = next_index
         self._told_end = False
         self._closed = False
-        entry.readers += 1
-        desk.open_streams += 1
+        desk.come(entry)
 
     def __aiter__(self) -> Self:
         return self

@@ -125,6 +125,13 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         for event in self._events(accepted, [0] * accepted.num_choices, request.output, cut, context):
             yield inference_pb2.GenerateResponse(event=event)
 
+    def Multiplex(  # noqa: N802
+        self, requests: Iterator[inference_pb2.MultiplexRequest], context: Any
+    ) -> Iterator[inference_pb2.MultiplexResponse]:
+        """This one is older than that: clients give each stream a call of its own."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        yield inference_pb2.MultiplexResponse()
+
     def Attach(self, request: inference_pb2.AttachRequest, context: Any) -> Iterator[inference_pb2.AttachResponse]:  # noqa: N802
         starts = list(request.next_indexes) or [request.next_index]
         self._begin(f"Attach {' '.join(map(str, starts))}", context)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 import pytest
 from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceStub, add_AdminServiceServicer_to_server
+from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import (
     InferenceServiceStub,
     add_InferenceServiceServicer_to_server,
 )
+from tokenmill_client.multiplex import Multiplexer, StreamCall
+from tokenmill_client.retry import RetryPolicy
+from tokenmill_client.transport import Transport
 from tokenmill_scheduler.desk import ServedModel
 from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.servicers.admin import AdminServicer
@@ -50,8 +54,36 @@ def desk() -> FakeDesk:
     return FakeDesk(served_model())
 
 
+class OverOneCall:
+    """A stub whose streams share one Multiplex call, as those of the Python client do."""
+
+    def __init__(self, address: str, stub: InferenceServiceAsyncStub) -> None:
+        self._transport = Transport(address, timeout=10, retry=RetryPolicy())
+        self._streams = Multiplexer(self._transport)
+        self._stub = stub
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stub, name)
+
+    def Generate(self, request: pb.GenerateRequest) -> StreamCall:  # noqa: N802 (as the stub has it)
+        return self._streams.open(request, None)
+
+    def Attach(self, request: pb.AttachRequest) -> StreamCall:  # noqa: N802 (as the stub has it)
+        return self._streams.open(request, None)
+
+    async def close(self) -> None:
+        await self._streams.close()
+        await self._transport.close()
+
+
 @pytest.fixture
-async def served(desk: FakeDesk, tmp_path: Path) -> AsyncIterator[Served]:
+def multiplexed() -> bool:
+    """Whether `served.inference` has its streams over one call; modules that test streams ask for both."""
+    return False
+
+
+@pytest.fixture
+async def served(desk: FakeDesk, tmp_path: Path, multiplexed: bool) -> AsyncIterator[Served]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
     servicer = InferenceServicer(desk, Intake(desk))
     add_InferenceServiceServicer_to_server(servicer, server)
@@ -60,5 +92,9 @@ async def served(desk: FakeDesk, tmp_path: Path) -> AsyncIterator[Served]:
     server.add_insecure_port(address)
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Served(desk, InferenceServiceStub(channel), AdminServiceStub(channel), servicer, channel)
+        stub = InferenceServiceStub(channel)
+        over_one_call = OverOneCall(address, stub)
+        inference = cast("InferenceServiceAsyncStub", over_one_call) if multiplexed else stub
+        yield Served(desk, inference, AdminServiceStub(channel), servicer, channel)
+        await over_one_call.close()
     await server.stop(None)

@@ -21,6 +21,12 @@ from tests.unit.servicers.conftest import Served, served_model
 STOP = 150
 
 
+@pytest.fixture(params=[False, True], ids=["calls of their own", "one call"])
+def multiplexed(request: pytest.FixtureRequest) -> bool:
+    """Streams are the same either way."""
+    return bool(request.param)
+
+
 def choices(n: int, best_of: int | None = None, max_tokens: int = 8, **fields: object) -> pb.GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens, n=n, best_of=best_of, stop_token_ids=[STOP], seed=3, **fields)  # type: ignore[arg-type]
     return pb.GenerateRequest(request=spec(sampling=sampling, request_id="a"), output=both())

@@ -22,6 +22,12 @@ from tests.unit.servicers.calls import both, detail, events, next_event, refusal
 from tests.unit.servicers.conftest import Served, served_model
 
 
+@pytest.fixture(params=[False, True], ids=["calls of their own", "one call"])
+def multiplexed(request: pytest.FixtureRequest) -> bool:
+    """Streams are the same either way."""
+    return bool(request.param)
+
+
 def encoded(text: str) -> list[int]:
     return list(byte_level_tokenizer().encode(text, add_special_tokens=False).ids)
 

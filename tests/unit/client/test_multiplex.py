@@ -1,0 +1,202 @@
+"""Streams that share one call: what the client sends for them, and what becomes of them when it is lost or not to be had.
+
+The server's part is the real servicer, over a fake desk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tokenmill.inference.v1 import inference_pb2 as pb
+from tokenmill.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from tokenmill_client import AsyncClient, RetryPolicy
+from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from tokenmill_client.multiplex import MAX_LINES
+from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.intake import Intake
+from tokenmill_scheduler.servicers.errors import ErrorInterceptor
+from tokenmill_scheduler.servicers.inference import InferenceServicer
+
+from tests.fakes.desk import FakeDesk
+from tests.unit.servicers.conftest import served_model
+
+Action = str
+
+
+class Listening(InferenceServicer):
+    """Remembers what clients ask of it by Multiplex, and how many such calls there were."""
+
+    def __init__(self, desk: FakeDesk) -> None:
+        super().__init__(desk, Intake(desk))
+        self.heard: list[tuple[Action, int]] = []
+        self.exchanges = 0
+
+    async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> AsyncIterator[pb.MultiplexResponse]:  # type: ignore[override]  # noqa: N802
+        self.exchanges += 1
+
+        async def heard() -> AsyncIterator[pb.MultiplexRequest]:
+            async for request in requests:
+                self.heard.append((request.WhichOneof("action") or "", request.call))
+                yield request
+
+        async for response in super().Multiplex(heard(), context):
+            yield response
+
+
+class Older(Listening):
+    """A server of before there was Multiplex."""
+
+    async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> AsyncIterator[pb.MultiplexResponse]:  # type: ignore[override]  # noqa: N802
+        self.exchanges += 1
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        yield pb.MultiplexResponse()
+
+
+@dataclass(slots=True)
+class Site:
+    """A server that can be killed and started again at its address."""
+
+    desk: FakeDesk
+    address: str
+    servicer: Listening
+    server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+        add_InferenceServiceServicer_to_server(self.servicer, self.server)
+        self.server.add_insecure_port(self.address)
+        await self.server.start()
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        await self.server.stop(None)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    desk = FakeDesk(served_model())
+    site = Site(desk, f"unix:{tmp_path}/s", Listening(desk))
+    await site.start()
+    yield site
+    await site.stop()
+
+
+@pytest.fixture
+async def client(site: Site) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(site.address, retry=RetryPolicy(first_delay_s=0.01)) as client:
+        yield client
+
+
+async def opened(client: AsyncClient, site: Site, request_id: str, **options: Any) -> Any:
+    """A stream whose request is accepted, and of which nothing has been read."""
+    stream = client.generate(token_ids=[5, 6, 7], request_id=request_id, max_tokens=options.pop("max_tokens", 8), **options)
+    reading = asyncio.ensure_future(anext(stream))
+    await site.desk.until(lambda: request_id in site.desk.entries and site.desk.open_streams > 0)
+    site.desk.produce(request_id, 1)
+    await reading
+    return stream
+
+
+async def test_streams_share_a_call_and_each_has_its_own_tokens(client: AsyncClient, site: Site) -> None:
+    streams = [await opened(client, site, f"r{number}") for number in range(20)]
+    for number in range(20):
+        site.desk.produce(f"r{number}", 7)
+    for number, stream in enumerate(streams):
+        assert list((await stream.result()).token_ids) == site.desk.entries[f"r{number}"].tokens
+    assert site.servicer.exchanges == 1
+    assert site.servicer.heard == [("generate", number) for number in range(1, 21)]
+
+
+async def test_an_older_server_gets_a_call_a_stream_and_is_asked_once(client: AsyncClient, site: Site) -> None:
+    await site.stop()
+    site.servicer = Older(site.desk)
+    await site.start()
+    for name in ("a", "b"):
+        stream = await opened(client, site, name)
+        site.desk.produce(name, 7)
+        assert len((await stream.result()).token_ids) == 8
+    assert site.servicer.exchanges == 1
+
+
+async def test_c13_one_that_is_left_early_is_cancelled_alone(client: AsyncClient, site: Site) -> None:
+    left, kept = await opened(client, site, "a"), await opened(client, site, "b")
+    await left.aclose()
+    await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
+    site.desk.produce("b", 7)
+    assert len((await kept.result()).token_ids) == 8
+
+
+async def test_one_that_nobody_reads_is_paused_and_goes_on_when_it_is_read(client: AsyncClient, site: Site) -> None:
+    """Its tokens then gather at the server, which can tell that nobody reads, and the client's memory stays bounded."""
+    stream, other = await opened(client, site, "a", max_tokens=400), await opened(client, site, "b", max_tokens=400)
+    for _ in range(300):
+        for name in "ab":
+            site.desk.produce(name, 1)
+        await anext(other)
+    assert site.servicer.heard[2:] == [("pause", 1)]
+    site.desk.produce("a", 99)
+    output = await stream.result()
+    assert list(output.token_ids) == site.desk.entries["a"].tokens
+    assert site.servicer.heard[2:] == [("pause", 1), ("resume", 1)]
+    await other.aclose()
+
+
+async def test_its_timeout_ends_a_stream_and_its_request(client: AsyncClient, site: Site) -> None:
+    stream = client.attach("a", timeout=0.2)
+    await client.submit(token_ids=[5, 6, 7], request_id="a")
+    with pytest.raises(DeadlineExceeded):
+        await stream.result()
+    await site.desk.until(lambda: site.desk.open_streams == 0)
+    assert site.servicer.heard[-1] == ("leave", 1)
+
+
+async def test_errors_are_those_of_a_call_of_its_own(client: AsyncClient, site: Site) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await client.generate(token_ids=[5], request_id="not an id").result()
+    assert caught.value.violations[0][0] == "request.request_id"
+    site.desk.shutting_down = True
+    with pytest.raises(Unavailable) as unavailable:
+        await AsyncClient(site.address, retry=RetryPolicy(call_limit_s=0)).generate(token_ids=[5]).result()
+    assert unavailable.value.retry_delay_s == 2
+
+
+async def test_c72_all_are_taken_up_again_on_one_new_call_when_it_is_lost(client: AsyncClient, site: Site) -> None:
+    streams = [await opened(client, site, f"r{number}", detached=True) for number in range(20)]
+    results = asyncio.gather(*[stream.result() for stream in streams])
+    await site.stop()
+    for number in range(20):
+        site.desk.produce(f"r{number}", 3)
+    await site.start()
+    await site.desk.until(lambda: site.desk.open_streams == 20)
+    for number in range(20):
+        site.desk.produce(f"r{number}", 4)
+    for number, output in enumerate(await results):
+        assert list(output.token_ids) == site.desk.entries[f"r{number}"].tokens
+    assert site.servicer.exchanges == 2
+
+
+async def test_more_than_a_call_carries_opens_another(client: AsyncClient, site: Site) -> None:
+    streams = [client.generate(token_ids=[5], request_id=f"r{number}", max_tokens=1) for number in range(MAX_LINES + 1)]
+    results = asyncio.gather(*[stream.result() for stream in streams])
+    await site.desk.until(lambda: site.desk.open_streams == MAX_LINES + 1)
+    assert site.servicer.exchanges == 2
+    for number in range(MAX_LINES + 1):
+        site.desk.produce(f"r{number}", 1)
+    assert all(len(output.token_ids) == 1 for output in await results)
+
+
+async def test_closing_the_client_cancels_what_is_open(site: Site) -> None:
+    client = AsyncClient(site.address)
+    stream = await opened(client, site, "a")
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
