@@ -15,18 +15,19 @@ from tokenmill_executor.attention.layout import cache_layout
 from tokenmill_executor.cpu import library
 from tokenmill_executor.cpu.library import BLOCK_SIZE, KV_KINDS
 from tokenmill_executor.cpu.memory import HugeArena, padded_bytes
-from tokenmill_executor.cpu.packing import PackedMatrix, Weight, interleaved, joined, pack, packed_bytes
+from tokenmill_executor.cpu.packing import Interleaved, Joined, PackedMatrix, Weight, pack, packed_bytes, slices
 from tokenmill_executor.cpu.support import KV_CACHE_DTYPES, QUANTIZATIONS, supports
 from tokenmill_executor.model.config import ModelConfig
-from tokenmill_executor.model.int4 import quantize
 from tokenmill_executor.model.rope import rotary_tables
-from tokenmill_executor.model.tensors import LazyTensors
+from tokenmill_executor.model.tensors import LazyTensors, Rows
 from tokenmill_executor.runner import Batch, BlockGroup
+
+_EMBEDDINGS = "model.embed_tokens.weight"
 
 
 class CpuModel:
-    """Weights are read from `tensors` one at a time and packed as bfloat16, or with `quantization` as int8 or int4
-    (embeddings and norms stay as they are, and int4 leaves the head int8).
+    """Weights are read from `tensors` a few rows at a time and packed as bfloat16, or with `quantization` as int8 or int4
+    (norms stay as they are, and int4 leaves the head int8). Embeddings are bfloat16, or where the head has them, its rows.
 
     Raises ValueError for what the kernels do not support, OSError where they cannot be loaded.
     """
@@ -131,7 +132,6 @@ class CpuModel:
 
     def _load(self, max_model_len: int, threads: int) -> library.Model:
         config, packer = self.config, self._packer
-        embeddings = packer.embeddings()
         for index, layer in enumerate(self._layers):
             packer.fill_layer(layer, index)
         cos, sin = (packer.keep(table.contiguous()) for table in rotary_tables(config, max_model_len))
@@ -150,12 +150,12 @@ class CpuModel:
             threads=threads,
             norm_eps=config.rms_norm_eps,
             attention_scale=config.head_dim**-0.5,
-            embeddings=embeddings.data_ptr(),
+            embeddings=None if config.tie_word_embeddings else packer.embeddings(),
             cos=cos,
             sin=sin,
             final_norm=packer.vector("model.norm.weight"),
             layers=ctypes.cast(self._layers, ctypes.POINTER(library.Layer)),
-            head=packer.head(embeddings),
+            head=packer.head(),
         )
 
 
@@ -196,27 +196,28 @@ class _Packer:
     def vector(self, name: str) -> int:
         return self.keep(self._tensors[name].float().contiguous().clone())
 
-    def embeddings(self) -> torch.Tensor:
-        rows = self._arena.take((self._config.vocab_size, self._config.hidden_size), torch.bfloat16)
-        rows.copy_(self._tensors["model.embed_tokens.weight"])
-        self.keep(rows)
-        return rows
+    def embeddings(self) -> int:
+        rows = self._rows(_EMBEDDINGS)
+        table = self._arena.take(tuple(rows.shape), torch.bfloat16)
+        for part in slices(*rows.shape):
+            table[part] = rows[part]
+        return self.keep(table)
 
-    def head(self, embeddings: torch.Tensor) -> library.Matrix:
+    def head(self) -> library.Matrix:
         tied = self._config.tie_word_embeddings
-        return self._pack(embeddings if tied else self._tensors["lm_head.weight"], None, self._head_kind)
+        return self._pack(self._rows(_EMBEDDINGS if tied else "lm_head.weight"), None, self._head_kind)
 
     def fill_layer(self, layer: library.Layer, index: int) -> None:
         config, prefix = self._config, f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         qkv = [f"{attention}.{name}_proj" for name in "qkv"]
         qkv_bias = torch.cat([self._tensors[f"{name}.bias"] for name in qkv]) if config.qkv_bias else None
-        layer.qkv = self._pack(joined([self._weight(name) for name in qkv]), qkv_bias)
+        layer.qkv = self._pack(Joined([self._weight(name) for name in qkv]), qkv_bias)
         layer.o = self._pack(self._weight(f"{attention}.o_proj"), self._bias(f"{attention}.o_proj", config.o_bias))
         gate, up, down = f"{mlp}.gate_proj", f"{mlp}.up_proj", f"{mlp}.down_proj"
         gate_bias, up_bias = self._bias(gate, config.mlp_bias), self._bias(up, config.mlp_bias)
         bias = None if gate_bias is None or up_bias is None else torch.stack((gate_bias, up_bias), 1).flatten()
-        layer.gate_up = self._pack(interleaved(self._weight(gate), self._weight(up)), bias)
+        layer.gate_up = self._pack(Interleaved(self._weight(gate), self._weight(up)), bias)
         layer.down = self._pack(self._weight(down), self._bias(down, config.mlp_bias))
         layer.input_norm = self.vector(f"{prefix}.input_layernorm.weight")
         layer.post_norm = self.vector(f"{prefix}.post_attention_layernorm.weight")
@@ -226,11 +227,14 @@ class _Packer:
         layer.window = config.windows[index] or 0
 
     def _weight(self, name: str) -> Weight:
-        """For int4 the codes that the file has, or the nearest ones."""
-        if self._kind != "int4":
-            return self._tensors[f"{name}.weight"]
-        stored = self._tensors.int4(f"{name}.weight") if isinstance(self._tensors, LazyTensors) else None
-        return quantize(self._tensors[f"{name}.weight"]) if stored is None else stored
+        """For int4 the codes that the file has, if it has any."""
+        stored = None
+        if self._kind == "int4" and isinstance(self._tensors, LazyTensors):
+            stored = self._tensors.int4(f"{name}.weight")
+        return self._rows(f"{name}.weight") if stored is None else stored
+
+    def _rows(self, name: str) -> Rows[torch.Tensor]:
+        return self._tensors.rows(name) if isinstance(self._tensors, LazyTensors) else self._tensors[name]
 
     def _bias(self, name: str, biased: bool) -> torch.Tensor | None:
         return self._tensors[f"{name}.bias"] if biased else None
@@ -255,5 +259,6 @@ def _weight_bytes(config: ModelConfig, kind: str) -> int:
         + packed_bytes(2 * config.intermediate_size, config.hidden_size, kind)
         + packed_bytes(config.hidden_size, config.intermediate_size, kind)
     )
-    embeddings = padded_bytes((config.vocab_size, config.hidden_size), torch.bfloat16)
+    tied = config.tie_word_embeddings
+    embeddings = 0 if tied else padded_bytes((config.vocab_size, config.hidden_size), torch.bfloat16)
     return embeddings + packed_bytes(config.vocab_size, config.hidden_size, _head_kind(kind)) + config.num_layers * layer

@@ -5,22 +5,25 @@ Must not know: layers' names, files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tokenmill_executor.cpu.library import GROUP_SIZE, INT4_GROUP_SIZE, MATRIX_KINDS, PANEL_COLUMNS, Matrix
 from tokenmill_executor.cpu.memory import HugeArena, padded_bytes
-from tokenmill_executor.model.int4 import Int4Rows
+from tokenmill_executor.model.int4 import Int4Rows, quantize
+from tokenmill_executor.model.tensors import Rows
 
 _DATA_TYPES = {"bfloat16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}
 _PER_LANE = {"bfloat16": 2, "int8": 4}
-# Whole panels: what is made on the way of a large matrix takes little beside it.
-_ROWS_AT_ONCE = 64 * PANEL_COLUMNS
+_DEPTH_STEP = {"bfloat16": 2, "int8": GROUP_SIZE, "int4": GROUP_SIZE}
+# Of a matrix in float32, read at once: little beside the whole of it, and it stays in the cache until it is packed.
+_SLICE_BYTES = 1 << 20
 
-
-Weight = torch.Tensor | Int4Rows
+# Rows as numbers, or as 4-bit codes.
+Part = torch.Tensor | Int4Rows
+Weight = Rows[Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +40,24 @@ def packed_bytes(columns: int, depth: int, kind: str) -> int:
 
 
 def pack(weight: Weight, bias: torch.Tensor | None, kind: str, arena: HugeArena) -> PackedMatrix:
-    """A weight of [columns, depth] and a bias of [columns], as `kind`: "bfloat16" or "int8"; 4-bit codes as they are."""
-    if isinstance(weight, Int4Rows):
-        return _pack_int4(weight, bias, arena)
+    """A weight of [columns, depth] and a bias of [columns], as `kind`; for int4 the codes that there are, or the nearest ones."""
     columns, depth = weight.shape
-    if depth % (GROUP_SIZE if kind == "int8" else 2):
+    if depth % _DEPTH_STEP[kind]:
         raise ValueError(f"{kind} weights of depth {depth} cannot be packed")
     data = arena.take(_packed_shape(columns, depth, kind), _DATA_TYPES[kind])
     # Those beyond the last column stay 0, and so do their scales.
     scales = _padded(torch.zeros(columns)) if kind == "int8" else None
-    for start in range(0, columns, _ROWS_AT_ONCE):
-        rows = weight[start : start + _ROWS_AT_ONCE]
+    for rows in slices(columns, depth):
+        part, panels = weight[rows], data[rows.start // PANEL_COLUMNS : -(-rows.stop // PANEL_COLUMNS)]
+        if kind == "int4":
+            _fill_int4(panels, _as_codes(part))
+            continue
+        assert isinstance(part, torch.Tensor)
         if scales is not None:
-            codes, scales[start : start + len(rows)] = quantize_rows(rows)
+            codes, scales[rows] = quantize_rows(part)
             # Plus 128 as unsigned bytes.
-            rows = codes.view(torch.uint8) ^ 0x80
-        _fill_panels(data[start // PANEL_COLUMNS :], rows)
+            part = codes.view(torch.uint8) ^ 0x80
+        _fill_panels(panels, part)
     padded_bias = None if bias is None else _padded(bias)
     record = Matrix(
         data.data_ptr(),
@@ -65,11 +70,13 @@ def pack(weight: Weight, bias: torch.Tensor | None, kind: str, arena: HugeArena)
     return PackedMatrix(record, tuple(x for x in (data, scales, padded_bias) if x is not None))
 
 
-def _pack_int4(rows: Int4Rows, bias: torch.Tensor | None, arena: HugeArena) -> PackedMatrix:
-    columns, depth = rows.shape
-    if depth % GROUP_SIZE:
-        raise ValueError(f"int4 weights of depth {depth} cannot be packed")
-    data = arena.take(_packed_shape(columns, depth, "int4"), torch.uint8)
+def slices(columns: int, depth: int) -> Iterator[slice]:
+    """Of whole panels."""
+    step = max(1, _SLICE_BYTES // (4 * depth * PANEL_COLUMNS)) * PANEL_COLUMNS
+    return (slice(start, min(start + step, columns)) for start in range(0, columns, step))
+
+
+def _fill_int4(data: torch.Tensor, rows: Int4Rows) -> None:
     panels, groups, _ = data.shape
     halves = 2 * PANEL_COLUMNS
     for start, part in ((0, rows.scales), (halves, rows.minima)):
@@ -79,10 +86,6 @@ def _pack_int4(rows: Int4Rows, bias: torch.Tensor | None, arena: HugeArena) -> P
     codes = _whole_panels(rows.codes).view(panels, PANEL_COLUMNS, groups, 2, INT4_GROUP_SIZE // 8, 4)
     packed = codes[:, :, :, 0] | codes[:, :, :, 1] << 4
     data[..., 2 * halves :] = packed.permute(0, 2, 3, 1, 4).reshape(panels, groups, -1)
-    padded_bias = None if bias is None else _padded(bias)
-    bias_address = 0 if padded_bias is None else padded_bias.data_ptr()
-    record = Matrix(data.data_ptr(), 0, bias_address, columns, depth, MATRIX_KINDS["int4"])
-    return PackedMatrix(record, (data,) if padded_bias is None else (data, padded_bias))
 
 
 def _whole_panels(rows: torch.Tensor) -> torch.Tensor:
@@ -99,21 +102,51 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def joined(weights: Sequence[Weight]) -> Weight:
+@dataclass(frozen=True, slots=True)
+class Joined:
     """The rows of one after those of the other."""
-    return _combined(torch.cat, weights)
+
+    parts: Sequence[Weight]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]))
+
+    def __getitem__(self, rows: slice) -> Part:
+        found: list[Part] = []
+        before = 0
+        for part in self.parts:
+            first, end = max(rows.start - before, 0), min(rows.stop - before, part.shape[0])
+            if first < end:
+                found.append(part[first:end])
+            before += part.shape[0]
+        return _combined(torch.cat, found)
 
 
-def interleaved(first: Weight, second: Weight) -> Weight:
-    """Rows of both by turns: gate and up meet in one register tile, where their product is taken."""
-    return _combined(lambda parts: torch.stack(parts, 1).flatten(0, 1), (first, second))
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """Rows of both by turns: gate and up meet in one register tile, where their product is taken. Slices have whole pairs."""
+
+    first: Weight
+    second: Weight
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((2 * self.first.shape[0], *self.first.shape[1:]))
+
+    def __getitem__(self, rows: slice) -> Part:
+        pairs = slice(rows.start // 2, rows.stop // 2)
+        return _combined(lambda parts: torch.stack(parts, 1).flatten(0, 1), (self.first[pairs], self.second[pairs]))
 
 
-def _combined(how: Callable[[list[torch.Tensor]], torch.Tensor], weights: Sequence[Weight]) -> Weight:
-    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-    codes = [weight for weight in weights if isinstance(weight, Int4Rows)]
-    assert not tensors or not codes, "one matrix is of one kind"
-    return how(tensors) if tensors else Int4Rows.combine(how, codes)
+def _combined(how: Callable[[list[torch.Tensor]], torch.Tensor], parts: Sequence[Part]) -> Part:
+    """Beside codes, others become codes."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return how(tensors) if len(tensors) == len(parts) else Int4Rows.combine(how, [_as_codes(part) for part in parts])
+
+
+def _as_codes(part: Part) -> Int4Rows:
+    return part if isinstance(part, Int4Rows) else quantize(part)
 
 
 def _packed_shape(columns: int, depth: int, kind: str) -> tuple[int, ...]:

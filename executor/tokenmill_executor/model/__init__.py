@@ -46,6 +46,7 @@ def load_runner(
     Raises ModelError (a ValueError), with a sentence for the operator.
     """
     _wait_briefly()
+    from tokenmill_executor.model.host_memory import trim
     from tokenmill_executor.model.loading import LoadSettings, make_runner
     from tokenmill_executor.model.weights import load_checkpoint
 
@@ -65,7 +66,9 @@ def load_runner(
         sliding_window=sliding_window,
         attention_sinks=attention_sinks,
     )
-    return make_runner(load_checkpoint(path), settings)
+    runner = make_runner(load_checkpoint(path), settings)
+    trim()
+    return runner
 
 
 def _wait_briefly() -> None:

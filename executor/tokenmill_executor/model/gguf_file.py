@@ -6,9 +6,10 @@ Must not know: devices, how anything is computed.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ _TOP_LEVEL = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+_Stored = np.ndarray[Any, np.dtype[Any]]
+_Part = TypeVar("_Part")
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -52,7 +55,7 @@ class GgufFile:
             reader = GgufReader(path)
         except (ValueError, OSError) as error:
             raise ModelError(f"{path} cannot be read as a GGUF file: {error}.") from error
-        self._fields, self._tensors = reader.fields, reader.tensors
+        self._fields, self._tensors, self._release = reader.fields, reader.tensors, reader.release
         self.architecture = str(self.field("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise ModelError(
@@ -98,27 +101,19 @@ class GgufFile:
         # rope_freqs.weight is in RopeConfig.freq_factors.
         named = {_hf_name(name): tensor for name, tensor in self._tensors.items() if name != "rope_freqs.weight"}
         return LazyTensors(
-            {name: partial(self._load, tensor, config) for name, tensor in named.items()},
-            {name: partial(self._load_int4, tensor, config) for name, tensor in named.items() if tensor.type in _INT4},
+            {name: self._rows(tensor, config, _dequantized) for name, tensor in named.items()},
+            {name: self._rows(tensor, config, _codes) for name, tensor in named.items() if tensor.type in _INT4},
         )
 
-    def _load(self, tensor: StoredTensor, config: ModelConfig) -> torch.Tensor:
-        values = np.empty(tensor.shape, dtype=np.float32)
-        for start in range(0, len(values), _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
-            values[rows] = dequantize(tensor.data[rows], tensor.type)
-        return self._in_order(torch.from_numpy(values), tensor.name, config)
-
-    def _load_int4(self, tensor: StoredTensor, config: ModelConfig) -> Int4Rows:
-        rows = _INT4[tensor.type](torch.from_numpy(tensor.data.copy()))
-        return rows.map(lambda part: self._in_order(part, tensor.name, config))
-
-    def _in_order(self, rows: torch.Tensor, name: str, config: ModelConfig) -> torch.Tensor:
-        if self.architecture == "llama" and ".attn_q." in name:
-            return _unpermute(rows, config.num_heads)
-        if self.architecture == "llama" and ".attn_k." in name:
-            return _unpermute(rows, config.num_kv_heads)
-        return rows
+    def _rows(
+        self, tensor: StoredTensor, config: ModelConfig, decode: Callable[[StoredTensor, _Stored], _Part]
+    ) -> _StoredRows[_Part]:
+        order = None
+        if self.architecture == "llama" and ".attn_q." in tensor.name:
+            order = _rotary_halves(tensor.shape[0], config.num_heads)
+        if self.architecture == "llama" and ".attn_k." in tensor.name:
+            order = _rotary_halves(tensor.shape[0], config.num_kv_heads)
+        return _StoredRows(tensor, order, decode, self._release)
 
     def _key(self, name: str) -> Any:
         return self.field(f"{self.architecture}.{name}")
@@ -148,6 +143,37 @@ class GgufFile:
         return tuple(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredRows(Generic[_Part]):
+    """Rows of a tensor as `decode` makes them of the stored ones, in the file's order or in that of `order`."""
+
+    tensor: StoredTensor
+    order: _Stored | None
+    decode: Callable[[StoredTensor, _Stored], _Part]
+    release: Callable[[], None]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.tensor.shape)
+
+    def __getitem__(self, rows: slice) -> _Part:
+        part = self.decode(self.tensor, self.tensor.data[rows if self.order is None else self.order[rows]])
+        self.release()
+        return part
+
+
+def _dequantized(tensor: StoredTensor, stored: _Stored) -> torch.Tensor:
+    values = np.empty((len(stored), *tensor.shape[1:]), dtype=np.float32)
+    for start in range(0, len(values), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        values[rows] = dequantize(stored[rows], tensor.type)
+    return torch.from_numpy(values)
+
+
+def _codes(tensor: StoredTensor, stored: _Stored) -> Int4Rows:
+    return _INT4[tensor.type](torch.from_numpy(stored.copy()))
+
+
 def _hf_name(name: str) -> str:
     """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`."""
     parts = name.split(".")
@@ -158,7 +184,6 @@ def _hf_name(name: str) -> str:
     raise ModelError(f"The GGUF file has a tensor {name!r} that no supported model has.")
 
 
-def _unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[heads * dim, …] with each head's rows in rotary pairs (as GGUF has Llama) → in halves (as Hugging Face has it)."""
-    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+def _rotary_halves(num_rows: int, num_heads: int) -> _Stored:
+    """[num_rows]: where each head's rows in halves, as Hugging Face has them, lie among rotary pairs, as GGUF has Llama's."""
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_rows)

@@ -45,7 +45,10 @@ class StoredTensor:
 
 
 class GgufReader:
-    """`fields` are metadata as Python's own values, arrays as lists. Raises ValueError for what is no whole GGUF file, OSError."""
+    """`fields` are metadata as Python's own values, arrays as lists; `tensors` are mapped.
+
+    Raises ValueError for what is no whole GGUF file, OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -55,6 +58,10 @@ class GgufReader:
             self._read()
         except (struct.error, KeyError) as error:
             raise ValueError(f"it is cut short or damaged near byte {self._at}") from error
+
+    def release(self) -> None:
+        """What has been read of the file no longer counts as this process's memory; it is mapped again when it is looked at."""
+        self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def _read(self) -> None:
         if self._bytes[:4] != _MAGIC:

@@ -8,6 +8,7 @@ Must not know: what a block holds, why it is moved.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,6 +23,13 @@ from tokenmill_executor.upload import integers
 
 # Gathered at once on the device: enough that a copy is bound by bandwidth, and little beside a cache.
 _STAGING_BYTES = 64 << 20
+
+
+def trim() -> None:
+    """Gives what has been freed back to the system: after many small pieces the C library keeps tens of MiB for more of them."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 class TorchHostMemory:

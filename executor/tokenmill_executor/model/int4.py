@@ -26,9 +26,8 @@ class Int4Rows:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Int4Rows:
-        """The same done to the rows of each part."""
-        return Int4Rows(change(self.codes), change(self.scales), change(self.minima))
+    def __getitem__(self, rows: slice) -> Int4Rows:
+        return Int4Rows(self.codes[rows], self.scales[rows], self.minima[rows])
 
     @staticmethod
     def combine(how: Callable[[list[torch.Tensor]], torch.Tensor], rows: Sequence[Int4Rows]) -> Int4Rows:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +60,37 @@ def _load_hf(directory: Path) -> Checkpoint:
     )
 
 
-def _safetensors(directory: Path) -> dict[str, partial[torch.Tensor]]:
+@dataclass(frozen=True, slots=True)
+class _SafetensorsRows:
+    """Mapped anew at each read, so that the pages go with what was read of them."""
+
+    file: Path
+    name: str
+    shape: torch.Size
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        opened: Any
+        with safe_open(self.file, framework="pt") as opened:
+            part: torch.Tensor = opened.get_slice(self.name)[rows]
+        return part
+
+
+def _safetensors(directory: Path) -> dict[str, _SafetensorsRows]:
     files = sorted(directory.glob("*.safetensors"))
     index = read_json(directory / "model.safetensors.index.json")
     if index is not None:
         files = sorted({directory / name for name in index["weight_map"].values()})
     if not files:
         raise ModelError(f"{directory} has no .safetensors files; convert older .bin weights first.")
-    loaders = {}
+    tensors = {}
     for file in files:
         if not file.is_file():
             raise ModelError(f"{directory} lacks {file.name}, which its index names.")
-        opened: Any = safe_open(file, framework="pt")  # maps the file; a tensor is a view into it
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
-            loaders[name] = partial(opened.get_tensor, name)
-    return loaders
+        opened: Any
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                tensors[name] = _SafetensorsRows(file, name, torch.Size(opened.get_slice(name).get_shape()))
+    return tensors
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenmill_executor.cpu import library
 from tokenmill_executor.cpu.memory import HugeArena
-from tokenmill_executor.cpu.packing import PackedMatrix, interleaved, pack, packed_bytes, quantize_rows
+from tokenmill_executor.cpu.packing import Interleaved, PackedMatrix, Weight, pack, packed_bytes, quantize_rows
 from tokenmill_executor.model.int4 import Int4Rows, quantize
 
 from tests.unit.cpu.small_models import needs_kernels, runnable_sets
@@ -23,9 +23,8 @@ KINDS = list(TOLERANCE)
 ROUNDING = 4e-3  # of a result in bfloat16
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> PackedMatrix:
-    arena = HugeArena(packed_bytes(weight.shape[0], weight.shape[1], kind))
-    return pack(quantize(weight) if kind == "int4" else weight, bias, kind, arena)
+def _packed(weight: Weight, bias: torch.Tensor | None, kind: str) -> PackedMatrix:
+    return pack(weight, bias, kind, HugeArena(packed_bytes(weight.shape[0], weight.shape[1], kind)))
 
 
 def _representable(weight: torch.Tensor, kind: str) -> torch.Tensor:
@@ -85,9 +84,7 @@ def test_silu_of_gate_times_up(instruction_set: str, kind: str, inner: int) -> N
     generator = torch.Generator().manual_seed(inner)
     depth = 128
     gate, up = (_representable(one.bfloat16().float() / 8, kind) for one in torch.randn((2, inner, depth), generator=generator))
-    both = interleaved(gate, up)
-    assert isinstance(both, torch.Tensor)
-    packed = _packed(both, None, kind)
+    packed = _packed(Interleaved(gate, up), None, kind)
     for count in ROWS:
         rows = torch.randn((count, depth), generator=generator).bfloat16()
         # One more element than the result: it must stay as it is.

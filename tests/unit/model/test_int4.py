@@ -46,5 +46,5 @@ def test_a_gguf_file_gives_its_codes_as_they_are() -> None:
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
         rows = tensors.int4(f"model.layers.3.{name}.weight")
         assert rows is not None
-        assert torch.equal(rows.dequantize(), tensors[f"model.layers.3.{name}.weight"])
+        assert torch.equal(rows[:].dequantize(), tensors[f"model.layers.3.{name}.weight"])
     assert tensors.int4("model.embed_tokens.weight") is None

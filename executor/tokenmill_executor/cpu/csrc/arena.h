@@ -18,6 +18,17 @@ static inline void guard([[maybe_unused]] char* begin, [[maybe_unused]] size_t s
 #endif
 }
 
+// Memory that guards are set in for as long as this lives. They would outlast the memory: what is mapped there next is others'.
+struct Guarded {
+    void* memory;
+    size_t size;
+    ~Guarded() {
+#ifdef __SANITIZE_ADDRESS__
+        __asan_unpoison_memory_region(memory, size);
+#endif
+    }
+};
+
 // Without memory it only counts the bytes that it would use.
 struct Arena {
     static constexpr size_t kGap = 64;

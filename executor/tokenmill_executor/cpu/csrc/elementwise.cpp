@@ -1,4 +1,4 @@
-// The small operations of a layer: embeddings, RMSNorm, rotary embedding and the write of K and V into their blocks.
+// The small operations of a layer: RMSNorm, rotary embedding and the write of K and V into their blocks.
 #include <cmath>
 
 #include "kernels.h"
@@ -109,14 +109,6 @@ void cache_head(const Model& m, const float* k, const float* v, int slot, int he
 }
 
 }  // namespace
-
-void embed(Team& team, const Model& m, const Batch& b, float* hidden) {
-    team.each(b.tokens, [&](int row, int) {
-        const bf16* from = m.embeddings + int64_t(b.token_ids[row]) * m.hidden;
-        float* to = hidden + int64_t(row) * m.hidden;
-        for (int i = 0; i < m.hidden; i++) to[i] = to_float(from[i]);
-    });
-}
 
 void norm_rows(Team& team, const Model& m, const float* from, int rows, const float* weight, const Matrix& next,
                const Activations& to) {

@@ -59,7 +59,7 @@ struct Model {
     int32_t heads, kv_heads, head_dim, max_positions;
     int32_t num_blocks, kv_kind, sinks, threads;  // sinks: first positions that every window sees too
     float norm_eps, attention_scale;
-    const bf16* embeddings;  // [vocab, hidden]
+    const bf16* embeddings;  // [vocab, hidden], or null: the head's own weights, bf16 or int8
     const float* cos;
     const float* sin;
     const float* final_norm;

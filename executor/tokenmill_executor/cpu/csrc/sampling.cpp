@@ -208,6 +208,7 @@ void tm_sample(tokenmill::SampleRow* rows, int count, int vocab, int top_stride,
                int threads, void* workspace) {
     using namespace tokenmill;
     const size_t bytes = tm_sample_workspace_bytes(vocab, 1);
+    const Guarded guarded{workspace, threads * bytes};
     Team team(threads);
     team.each(count, [&](int i, int worker) {
         Arena arena{(char*)workspace + worker * bytes};

@@ -151,6 +151,7 @@ void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void*
     const Model& m = *model;
     const Batch& b = *batch;
     const Workspace w = lay_out(m, b, workspace);
+    const Guarded guarded{workspace, w.bytes};
     // Layers with a window see too few keys to split.
     const Items whole = make_items(m, b, true, w.items), windowed = make_items(m, b, false, w.items + most_items(b));
     Team team(m.threads);
@@ -172,6 +173,7 @@ void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int 
     using namespace tokenmill;
     Arena arena{(char*)workspace};
     const Activations a = take_activations(arena, rows, weight->depth);
+    const Guarded guarded{workspace, arena.used};
     std::copy_n(in, int64_t(rows) * weight->depth, a.values);
     const int width = Store(store) == Store::kSiluMul ? weight->columns / 2 : weight->columns;
     Team team(threads);
