@@ -264,7 +264,10 @@ class Desk(Protocol):
         """As `attach`, to all of them, each from an index on, or to none."""
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
-        """Returns once it is durable. `actor` is the operator who does it, empty for the client. Raises UnknownRequest.
+        """Returns once it is durable. `actor` is the operator who does it, empty for the client.
+
+        A request whose scheduler has fallen is waited for, here and in `update`, until another has taken it over. Raises
+        UnknownRequest, Unavailable.
 
         The id of a request stands for all its choices here and in `update`, that of a further choice for it alone.
         """
@@ -272,7 +275,7 @@ class Desk(Protocol):
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
-        """Returns once it is durable. Raises UnknownRequest, RequestEnded."""
+        """Returns once it is durable. Raises UnknownRequest, RequestEnded, Unavailable."""
 
     async def retry(self, request_id: str, new_request_id: str, reason: str, actor: str) -> None:
         """Submits a FAILED request again under a new id; it runs detached. Returns once it is durable.

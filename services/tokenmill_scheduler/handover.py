@@ -15,9 +15,8 @@ from functools import partial
 import structlog
 
 from tokenmill_scheduler.core.records import ExecutorDescription, ExecutorGone, ExecutorsKnown, KnownExecutor
-from tokenmill_scheduler.core.request import TERMINAL
 from tokenmill_scheduler.desk import Unavailable
-from tokenmill_scheduler.ledger.port import Handover, Lease, Ledger, LedgerUnavailable, Outcome, StoredOutput, StoredRequest
+from tokenmill_scheduler.ledger.port import Handover, Lease, Ledger, LedgerUnavailable, Outcome
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 from tokenmill_scheduler.recovery import take_up
@@ -25,6 +24,8 @@ from tokenmill_scheduler.streams import Feed
 
 LOOK_S = 0.5
 PATIENCE_S = 10.0
+# Readers may come again at once: it is another's when they are told.
+ATTACH_DELAY_S = 0.1
 
 log = structlog.get_logger(__name__)
 
@@ -52,6 +53,7 @@ class Handovers:
         # Counts executors that have gone to other schedulers: a look that was begun before does not know of it.
         self._given = 0
         self._under_way: set[asyncio.Future[None]] = set()
+        self._taking = asyncio.Lock()
 
     def open(self, lease: Lease) -> None:
         self._lease = lease
@@ -100,7 +102,7 @@ class Handovers:
 
     def _handed_over(self, handover: Handover, done: asyncio.Future[None], outcomes: list[Outcome]) -> None:
         request_ids = handover.request_ids
-        self._loop.forget(request_ids, Unavailable("another scheduler has this request now; attach again", RETRY_DELAY_S))
+        self._loop.forget(request_ids, Unavailable("another scheduler has this request now; attach again", ATTACH_DELAY_S))
         if outcomes == [Outcome.WRITTEN]:
             log.info("requests handed over", executor=handover.executor, requests=len(request_ids))
             self._settled(done)
@@ -136,10 +138,8 @@ class Handovers:
 
         `losses`: by request, how many executors it is suspected to have cost.
         """
-        found: list[tuple[StoredRequest, StoredOutput]] = []
-        for request_id in losses:
-            stored = await read_ledger(self._ledger.find, request_id)
-            if stored is not None and stored.state not in TERMINAL and stored.lease == self._lease.number:
-                found.append((stored, await read_ledger(self._ledger.output, request_id)))
-        new = [pair for pair in found if not self._loop.live.has(pair[0].request.request_id)]
-        take_up(self._loop, sorted(new, key=lambda pair: pair[0].request.arrival_s), self._hand_over_feed, losses)
+        # What runs here is not read, nor one request twice at once: it may end before what was read of it is looked at.
+        async with self._taking:
+            new = [request_id for request_id in losses if not self._loop.live.has(request_id)]
+            if new:
+                take_up(self._loop, await read_ledger(self._ledger.held, self._lease, new), self._hand_over_feed, losses)

@@ -25,8 +25,10 @@ def take_up(
     """Queues them in this order. `hand_over` gives the feed of a request that clients here have followed at its last scheduler,
     `losses` how many executors it is suspected to have cost that one.
 
-    Choices of one request that have not run are admitted together, as they would have been; all others one by one.
+    Choices of one request that have not run are admitted together, as they would have been; all others one by one. What is here
+    already stays as it is: a request can be handed over and come with a fallen scheduler's at once.
     """
+    unfinished = [pair for pair in unfinished if not loop.live.has(pair[0].request.request_id)]
     waiting: dict[str, list[Request]] = {}
     for stored, _ in unfinished:
         if stored.state is State.WAITING:

@@ -16,8 +16,6 @@ from tokenmill_scheduler.ledger.port import Command, Lease, Ledger, LedgerUnavai
 LISTEN_S = 0.1
 POLL_S = 0.05
 OUTAGE_POLL_S = 0.5
-ANSWER_LIMIT_S = 5.0
-RETRY_DELAY_S = 0.5
 
 
 class Relay:
@@ -29,15 +27,10 @@ class Relay:
         self._posted = asyncio.Event()
 
     async def ask(self, command: Command) -> None:
-        """Returns once it was carried out, or fell with the scheduler it was for. Raises Unavailable when that takes too long."""
+        """Returns once it was carried out, or fell with the scheduler it was for. It is withdrawn if the caller stops waiting."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._post(command, done)
-        try:
-            async with asyncio.timeout(ANSWER_LIMIT_S):
-                await done
-        except TimeoutError:
-            words = f"the scheduler that has request {command.request_id} does not answer"
-            raise Unavailable(words, RETRY_DELAY_S) from None
+        await done
 
     def tell(self, command: Command) -> None:
         """As `ask`, without waiting."""

@@ -7,9 +7,10 @@ Must not know: protobuf, SQL, the plan protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.changes import changes_in_words, has_changed, second_try
@@ -59,11 +60,19 @@ from tokenmill_scheduler.streams import Feed, FeedReader, check_index
 from tokenmill_scheduler.tenants import TenantLimits
 
 ANNOUNCE_S = 10.0
+# How often a request that changes hands is looked for, and what a takeover takes beyond the lease time.
+SETTLE_POLL_S = 0.1
+TAKEOVER_S = 2.0
 
+T = TypeVar("T")
 
 _NO_OUTPUT = StoredOutput(0, ())
 # The lease of a command that is not addressed yet.
 _NOBODY = 0
+
+
+class _ChangingHands(Exception):
+    """A request is between two schedulers: neither changes or reads it until it has come to the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +102,16 @@ class Service:
         announce_s: float = ANNOUNCE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`tenant_limits` gives those of a tenant as they are now. For `announce_s` see `Followers`, `patience_s` `Handovers`."""
+        """`tenant_limits` gives those of a tenant as they are now. For `announce_s` see `Followers`.
+
+        `patience_s`, the lease time: how long executors that are lost are waited for, see `Handovers`, and schedulers that may be.
+        """
         self._loop = loop
         self._models = models
         self._ledger = ledger
         self._writer = writer
         self._arrivals = Arrivals(loop, ledger, writer, Gate(loop, queue_limits, tenant_limits))
+        self._settle_limit_s = patience_s + TAKEOVER_S
         self._closed = False
         # Of this scheduler's lease: which requests are its own.
         self._lease: int | None = None
@@ -152,6 +165,9 @@ class Service:
         return (await self.attach_all({request_id: next_index}))[0]
 
     async def attach_all(self, next_indexes: Mapping[str, int]) -> tuple[Attachment, ...]:
+        return await self._once_settled(partial(self._attach_all, next_indexes))
+
+    async def _attach_all(self, next_indexes: Mapping[str, int]) -> tuple[Attachment, ...]:
         # All is looked up before anybody reads: to leave again would cancel what nobody else reads.
         while True:
             found = {request_id: await self._look_up_output(request_id) for request_id in next_indexes}
@@ -198,13 +214,15 @@ class Service:
     # ---- changes ---------------------------------------------------------------------------------------------------------------
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
-        states = await self._change(Command(_NOBODY, request_id, Verb.CANCEL, reason, actor=actor))
+        command = Command(_NOBODY, request_id, Verb.CANCEL, reason, actor=actor)
+        states = await self._once_settled(partial(self._change, command))
         return Cancellation(states[0][0], already_ended=all(had_ended for _, had_ended in states))
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
-        states = await self._change(Command(_NOBODY, request_id, Verb.UPDATE, reason, priority, deadline_s, actor))
+        command = Command(_NOBODY, request_id, Verb.UPDATE, reason, priority, deadline_s, actor)
+        states = await self._once_settled(partial(self._change, command))
         if all(state in TERMINAL for state, _ in states):
             raise RequestEnded(f"request {request_id} has ended: {states[0][0]}")
         return await self.status(request_id)
@@ -212,7 +230,7 @@ class Service:
     async def _change(self, command: Command) -> list[tuple[State, bool]]:
         """At every scheduler that has choices of the request which have not ended; as `_change_at`, for each.
 
-        Raises Unavailable when one is changing hands.
+        Raises _ChangingHands when one is, and may have changed others then: a change can be given again.
         """
         choices = await self._choices(command.request_id)
         holders: dict[int | None, LiveRequest | StoredRequest] = {}
@@ -240,18 +258,18 @@ class Service:
         return after.state, after.state in TERMINAL and after.state is not State.CANCELLED
 
     def _check_changed(self, found: LiveRequest | StoredRequest, command: Command) -> None:
-        """Raises Unavailable for one that is on its way in or out, where nobody changes it."""
+        """Raises _ChangingHands for one that is on its way in or out, where nobody changes it."""
         if found.state not in TERMINAL and not has_changed(found.request, command):
-            raise self._changing(found.request.request_id)
+            raise _ChangingHands
 
     async def _ask(self, stored: StoredRequest, command: Command) -> StoredRequest:
         """Has the scheduler that has it change the request, of which `stored` is a choice. Returns that one as it is then.
 
-        Raises Unavailable when it is changing hands. The action is recorded there, with the change: also when this one's caller has
-        gone meanwhile.
+        Raises _ChangingHands, also when that one has fallen. The action is recorded there, with the change: also when this one's
+        caller has gone meanwhile.
         """
         if stored.lease is None or not stored.scheduler:
-            raise self._changing(stored.request.request_id)
+            raise _ChangingHands
         await self.relay.ask(replace(command, lease=stored.lease))
         after = await self._find(stored.request.request_id)
         self._check_changed(after, command)
@@ -350,7 +368,7 @@ class Service:
         return [first, *[await self._look_up(other) for other in choice_ids(first.request)[1:]]]
 
     async def _look_up(self, request_id: str) -> LiveRequest | StoredRequest:
-        """The live request, or else the one from the ledger, ended or another scheduler's. Raises UnknownRequest."""
+        """The live request, or else the one from the ledger, ended or another's. Raises UnknownRequest, _ChangingHands."""
         await self._arrivals.over(request_id)
         # It can end between the look at the live requests and that at the ledger, or arrive: then the second look finds it.
         for _ in range(2):
@@ -359,10 +377,23 @@ class Service:
             stored = await self._find(request_id)
             if stored.state in TERMINAL or stored.lease != self._lease:
                 return stored
-        raise self._changing(request_id)
+        raise _ChangingHands
 
-    def _changing(self, request_id: str) -> Unavailable:
-        return Unavailable(f"request {request_id} is changing hands; ask again", RETRY_DELAY_S)
+    async def _once_settled(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """What `attempt` gives, begun again as long as its request changes hands.
+
+        Raises Unavailable when that takes longer than to take over from a scheduler that has fallen.
+        """
+        try:
+            async with asyncio.timeout(self._settle_limit_s):
+                while True:
+                    try:
+                        return await attempt()
+                    except _ChangingHands:
+                        self.check_open()
+                        await asyncio.sleep(SETTLE_POLL_S)
+        except TimeoutError:
+            raise Unavailable("the request changes hands, or the scheduler that has it does not answer", RETRY_DELAY_S) from None
 
     async def _find(self, request_id: str) -> StoredRequest:
         stored = await read_ledger(self._ledger.find, request_id)

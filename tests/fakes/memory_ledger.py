@@ -216,11 +216,17 @@ class MemoryLedger:
             ]
             for entry in adopted:
                 self._entries[entry.stored.request.request_id] = _given(entry, lease)
-            requests = tuple(
-                (self._named(_given(entry, lease).stored), StoredOutput(0, entry.token_ids, entry.logprobs))
-                for entry in sorted(adopted, key=lambda entry: entry.arrival)
-            )
+            requests = self.held(lease, [entry.stored.request.request_id for entry in adopted])
             return Estate(requests, self._leases.inherit(lease, ended))
+
+    def held(self, lease: Lease, request_ids: Sequence[str]) -> tuple[tuple[StoredRequest, StoredOutput], ...]:
+        with self._available():
+            named = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
+            own = [entry for entry in named if entry.stored.lease == lease.number and entry.stored.state not in TERMINAL]
+            return tuple(
+                (self._named(entry.stored), StoredOutput(0, entry.token_ids, entry.logprobs))
+                for entry in sorted(own, key=lambda entry: entry.arrival)
+            )
 
     def claim_executor(self, lease: Lease, executor: str, address: str, *, inherited: bool, at_least: int) -> int:
         with self._available():

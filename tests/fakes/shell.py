@@ -17,6 +17,7 @@ from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.desk import Attachment, Ended, Submitted
 from tokenmill_scheduler.drive import Drive
+from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable, Outcome, Record, Submission
 from tokenmill_scheduler.loop import Loop
@@ -204,10 +205,11 @@ class Shell:
         max_queue_len: int = 100,
         config: SchedulerConfig | None = None,
         idle_client_timeout_s: float = 0.0,
+        patience_s: float = PATIENCE_S,
     ) -> Shell:
         clock, writer = SetClock(), HeldWriter(ledger)
         loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock, IdleClients(idle_client_timeout_s))
-        service = Service(QueueLimits(max_queue_len), loop, Models(), ledger, writer)
+        service = Service(QueueLimits(max_queue_len), loop, Models(), ledger, writer, patience_s=patience_s)
         return cls(ledger, writer, clock, loop, service, PlayedExecutor())
 
     async def join(self, epoch: int = 1) -> None:

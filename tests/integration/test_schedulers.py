@@ -95,13 +95,18 @@ async def test_c74_a_killed_schedulers_executors_and_requests_are_taken_over(mil
     first, second = await mill.two(SHORT)
     async with Caller(first.address) as one, Caller(second.address) as other:
         begun, own = await begin(one, "r", 6), await begin(other, "o", 2)
+        await begin(one, "unwanted", 1)
         first.kill()
+        # Asked for at once, carried out by its heir.
+        cancelling = asyncio.ensure_future(other.inference.Cancel(inference_pb2.CancelRequest(request_id="unwanted0")))
         for stream, call in begun:
             with pytest.raises(grpc.aio.AioRpcError):
                 await stream.read(call)  # type: ignore[arg-type]
         # At once: they are followed through the ledger until they are this scheduler's own.
         await go_on(other, "r", [stream for stream, _ in begun])
         assert await executors_of(other) == ["x1", "x2"]
+        cancelled = await cancelling
+        assert (cancelled.state, cancelled.already_ended) == (types.REQUEST_STATE_CANCELLED, False)
         for at, (stream, call) in enumerate(own):
             assert (await stream.read(call)).tokens == foretold([60 + at], TOKENS)  # type: ignore[arg-type]
 

@@ -16,7 +16,16 @@ from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, delete
 from tokenmill_scheduler.core.records import MAX_EPOCH, ExecutorDescription, KnownExecutor
 from tokenmill_scheduler.ledger import queries
 from tokenmill_scheduler.ledger.codec import pack_description, unpack_description
-from tokenmill_scheduler.ledger.port import EpochsUsedUp, Estate, ExecutorTaken, Lease, LeaseLost, LeaseStatus
+from tokenmill_scheduler.ledger.port import (
+    EpochsUsedUp,
+    Estate,
+    ExecutorTaken,
+    Lease,
+    LeaseLost,
+    LeaseStatus,
+    StoredOutput,
+    StoredRequest,
+)
 from tokenmill_scheduler.ledger.tables import commands, commits, executors, leases, requests
 
 _NOW_S: dict[str, ColumnElement[float]] = {
@@ -79,9 +88,11 @@ def take_over(connection: Connection, lease: Lease, fallen: Sequence[int], told:
     theirs = or_(requests.c.lease.in_(numbers), requests.c.lease.is_(None))
     adopt = update(requests).values(lease=lease.number).where(requests.c.finished_s.is_(None), theirs)
     adopted = connection.scalars(adopt.returning(requests.c.request_id)).all()
-    return Estate(
-        tuple(queries.in_order(connection, adopted)), tuple((executor, address) for executor, address in sorted(inherited))
-    )
+    return Estate(queries.in_order(connection, adopted), tuple((executor, address) for executor, address in sorted(inherited)))
+
+
+def held(connection: Connection, lease: Lease, request_ids: Sequence[str]) -> tuple[tuple[StoredRequest, StoredOutput], ...]:
+    return queries.in_order(connection, request_ids, requests.c.lease == lease.number, requests.c.finished_s.is_(None))
 
 
 def claim_executor(connection: Connection, lease: Lease, executor: str, address: str, inherited: bool, at_least: int) -> int:

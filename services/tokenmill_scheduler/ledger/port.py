@@ -343,6 +343,9 @@ class Ledger(Protocol):
         Raises LedgerConflict when it cannot tell whether it was carried out.
         """
 
+    def held(self, lease: Lease, request_ids: Sequence[str]) -> tuple[tuple[StoredRequest, StoredOutput], ...]:
+        """Of these requests those of `lease` that have not ended, in order of arrival, with their output so far."""
+
     def claim_executor(self, lease: Lease, executor: str, address: str, *, inherited: bool, at_least: int) -> int:
         """The executor is that of `lease` from here on. Returns its epoch: never given before for it and ≥ `at_least`. Raises
         EpochsUsedUp.

@@ -66,13 +66,15 @@ def unfinished(connection: Connection) -> Iterator[tuple[StoredRequest, StoredOu
         page = connection.execute(statement.where((page[-1].arrival_s, page[-1].number) < _ARRIVAL)).all()
 
 
-def in_order(connection: Connection, request_ids: Sequence[str]) -> list[tuple[StoredRequest, StoredOutput]]:
-    """These requests in order of arrival, with their output."""
+def in_order(
+    connection: Connection, request_ids: Sequence[str], *conditions: ColumnElement[bool]
+) -> tuple[tuple[StoredRequest, StoredOutput], ...]:
+    """Those of these requests that meet the conditions, in order of arrival, with their output."""
     rows: list[Row[Any]] = []
     for some in _pages(request_ids):
-        rows += connection.execute(_REQUESTS.where(requests.c.request_id.in_(some))).all()
+        rows += connection.execute(_REQUESTS.where(requests.c.request_id.in_(some), *conditions)).all()
     rows.sort(key=lambda row: (row.arrival_s, row.number))
-    return [pair for page in _pages(rows) for pair in _with_outputs(connection, page)]
+    return tuple([pair for page in _pages(rows) for pair in _with_outputs(connection, page)])
 
 
 def progress(connection: Connection, counts: Mapping[str, int]) -> dict[str, tuple[StoredRequest, StoredOutput]]:

@@ -147,6 +147,10 @@ class SqlLedger:
                 raise LedgerConflict("whether a takeover was carried out is not known: its connection broke") from error
             return estate
 
+    def held(self, lease: Lease, request_ids: Sequence[str]) -> tuple[tuple[StoredRequest, StoredOutput], ...]:
+        with self._read() as connection:
+            return lease_rows.held(connection, lease, request_ids)
+
     def claim_executor(self, lease: Lease, executor: str, address: str, *, inherited: bool, at_least: int) -> int:
         with self._change() as connection:
             return lease_rows.claim_executor(connection, lease, executor, address, inherited, at_least)

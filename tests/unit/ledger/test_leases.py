@@ -222,6 +222,17 @@ def test_requests_handed_over_are_those_of_whoever_drives_the_executor(ledger: L
     assert [stored.request.request_id for stored, _ in estate.requests] == ["a", "b"]
 
 
+def test_held_are_those_of_ones_lease_that_have_not_ended(ledger: Ledger) -> None:
+    one, other = ledger.take_lease("s1", LONG_S), ledger.take_lease("s2", LONG_S)
+    ledger.write([submission("later", arrival_s=2.0), submission("sooner", arrival_s=1.0), submission("not asked for")], one)
+    ledger.write([prefill("later"), decode("later"), tokens("later", 0, 5, 6)], one)
+    ledger.write([submission("ended"), Transitioned("ended", State.WAITING, State.CANCELLED, 3.0)], one)
+    ledger.write([submission("other's")], other)
+    held = ledger.held(one, ["later", "ended", "other's", "sooner", "nobody"])
+    assert [(stored.request.request_id, output.token_ids) for stored, output in held] == [("sooner", ()), ("later", (5, 6))]
+    assert ledger.held(one, []) == ()
+
+
 def test_progress_tells_what_has_grown_or_ended(ledger: Ledger) -> None:
     for name in ("still", "grown", "long"):
         run_to_decode(ledger, name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.desk import Cancellation, Chunk, ChunkStream, Ended, IndexAhead, RequestEnded, Unavailable
+from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.ledger.port import ActionQuery, ActionVerb, Lease
 from tokenmill_scheduler.recovery import take_up
 
@@ -26,8 +27,8 @@ class Pair:
     leases: dict[str, Lease] = field(default_factory=dict)
     tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
 
-    def start(self, name: str) -> Shell:
-        shell = Shell.over(self.ledger)
+    def start(self, name: str, patience_s: float = PATIENCE_S) -> Shell:
+        shell = Shell.over(self.ledger, patience_s=patience_s)
         lease = self.ledger.take_lease(name, 3600)
         shell.writer.lease = lease
         shell.service.open(lease)
@@ -160,27 +161,49 @@ async def test_an_update_through_another_scheduler(mine: Shell, other: Shell) ->
         await other.service.update("a", 8, None)
 
 
-async def test_a_scheduler_that_does_not_answer_is_unavailable(
-    pair: Pair, mine: Shell, other: Shell, monkeypatch: pytest.MonkeyPatch
+async def test_a_scheduler_that_neither_answers_nor_falls_is_unavailable(
+    pair: Pair, mine: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenmill_scheduler.relay.ANSWER_LIMIT_S", 0.05)
+    monkeypatch.setattr("tokenmill_scheduler.service.TAKEOVER_S", 0.05)
+    hasty = pair.start("hasty", patience_s=0.0)
     await mine.submit(request("a"))
     pair.kill("mine")
     with pytest.raises(Unavailable, match="does not answer"):
-        await other.service.cancel("a", "")
+        await hasty.service.cancel("a", "")
     await until(lambda: not pair.ledger.received(pair.leases["mine"]))
-    assert (await other.service.status("a")).stored.state is State.WAITING, "withdrawn"
+    assert (await hasty.service.status("a")).stored.state is State.WAITING, "withdrawn"
 
 
-async def test_a_command_that_falls_with_its_scheduler_is_to_be_given_again(pair: Pair, mine: Shell, other: Shell) -> None:
+async def test_changes_of_a_request_whose_scheduler_has_fallen_wait_for_its_heir(pair: Pair, mine: Shell, other: Shell) -> None:
+    """Each is carried out and recorded once, through the heir and through a third one."""
+    third = pair.start("third")
+    for name in ("a", "b"):
+        await mine.submit(request(name))
+    pair.kill("mine")
+    updating = asyncio.create_task(third.service.update("a", 5, None, "urgent", "op"))
+    cancelling = asyncio.create_task(other.service.cancel("b", "not needed", "op"))
+    await until(lambda: len(pair.ledger.received(pair.leases["mine"])) == 2)
+    pair.take_over("other", "mine")
+    assert (await updating).stored.request.priority == 5
+    assert await cancelling == Cancellation(State.CANCELLED, already_ended=False)
+    actions = pair.ledger.actions(ActionQuery()).actions
+    assert sorted((action.verb, action.target) for action in actions) == [(ActionVerb.CANCEL, "b"), (ActionVerb.UPDATE, "a")]
+
+
+async def test_a_change_that_waits_for_a_takeover_is_given_up_when_its_scheduler_stops(
+    pair: Pair, mine: Shell, other: Shell
+) -> None:
     await mine.submit(request("a"))
     pair.kill("mine")
-    cancelling = asyncio.create_task(other.service.cancel("a", "not needed"))
+    cancelling = asyncio.create_task(other.service.cancel("a", ""))
     await until(lambda: bool(pair.ledger.received(pair.leases["mine"])))
-    pair.take_over("other", "mine")
-    with pytest.raises(Unavailable, match="changing hands"):
+    # It is other's by the ledger, which has not heard of it.
+    pair.ledger.take_over(pair.leases["other"], [pair.leases["mine"].number])
+    await asyncio.sleep(0.2)
+    assert not cancelling.done()
+    other.service.close()
+    with pytest.raises(Unavailable, match="shutting down"):
         await cancelling
-    assert await other.service.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
 
 
 async def test_an_outage_delays_commands_and_streams(pair: Pair, mine: Shell, other: Shell) -> None:
