@@ -20,25 +20,23 @@ import argparse
 import asyncio
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 
-from tokenmill_cli.bench.figures import Percentiles, figures, percentile
-from tokenmill_cli.bench.runner import WorkloadRun
 from tokenmill_cli.bench.session import scheduler as connected
 from tokenmill_client import AsyncClient
 from tokenmill_service.logs import configure_logs
-from tokenmill_simulator.compare import Machines, Run
-from tokenmill_simulator.cost import ServiceCost
+from tokenmill_simulator.compare import Machines
 from tokenmill_simulator.fit import Fit
 from tokenmill_workloads import Arrival, burst, poisson, read_trace, scale_lengths
 
 from benchmarks.bare import TOKEN_BUDGET
+from benchmarks.prediction import outcomes
 from benchmarks.prediction.foretelling import Recorded
 from benchmarks.prediction.measuring import CALIBRATING, SEED, WARM_UP, WARMING_UP, Measurer
+from benchmarks.prediction.outcomes import Medians, Outcome, by_request
 from tests.fakes.processes import Processes, wait_serving
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -46,17 +44,6 @@ SLOTS = 8
 LOAD = 0.7
 # The journal's writer looks every 0.1 s.
 JOURNAL_LAG_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Times are medians over requests, in milliseconds. `beside_core`: of the first token's, what no queue and no step took."""
-
-    output_tokens_per_s: float
-    time_to_first_token: float
-    time_per_output_token: float
-    latency: float
-    beside_core: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,42 +108,13 @@ def _compared(recorded: Recorded, place: int) -> Compared:
     phase, before, after = recorded.phases[place], place - 1, place + 1
     machines = recorded.machines([before, after])
     foretold, at_its_speed = (
-        foretold_outcome(recorded.run(phase.arrivals, on, phase.seed), on.service)
+        outcomes.foretold(recorded.run(phase.arrivals, on, phase.seed), on.service)
         for on in (machines, recorded.as_fast_as(place, machines))
     )
     drift = recorded.steps_share(before, machines) / recorded.steps_share(after, machines) - 1
     steps = recorded.steps_share(place, machines)
-    measured = measured_outcome(phase.run, recorded.client_s(place))
+    measured = outcomes.measured(phase.run, recorded.client_s(place))
     return Compared(phase.name, foretold, at_its_speed, measured, drift, steps)
-
-
-def foretold_outcome(done: Run, service: ServiceCost) -> Outcome:
-    """Percentiles as those of what is measured: the median of 20 is the tenth."""
-    measures = done.measures
-    several = measures.tokens > 1
-    each_s = ((measures.last_token_s - measures.first_token_s)[several]) / (measures.tokens[several] - 1)
-    medians_s = [percentile(times.tolist(), 0.5) for times in (measures.time_to_first_token_s, each_s, measures.latency_s)]
-    return Outcome(done.figures.output_tokens_per_s, *[seconds * 1e3 for seconds in (*medians_s, service.client_s)])
-
-
-def measured_outcome(measured: WorkloadRun, client_s: float) -> Outcome:
-    found = figures([measured])
-    return Outcome(
-        found.output_tokens_per_s,
-        _median_ms(found.time_to_first_token),
-        _median_ms(found.time_per_output_token),
-        _median_ms(found.latency),
-        client_s * 1e3,
-    )
-
-
-def middle(outcomes: Iterable[Outcome]) -> Outcome:
-    return Outcome(*map(fmean, zip(*map(astuple, outcomes), strict=True)))
-
-
-def _median_ms(percentiles: Percentiles | None) -> float:
-    assert percentiles is not None
-    return percentiles.p50 * 1e3
 
 
 # ---- shown ---------------------------------------------------------------------------------------------------------------------
@@ -170,10 +128,11 @@ def table(model: str, recorded: Recorded) -> str:
         "",
         f"`python -m benchmarks.prediction`; {os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the "
         f"end; {SLOTS} slots. {in_words} Foretold / measured (bar: within 10 %); latencies are medians, and where a load was run "
-        "several times both are the middle of its runs, which follow with how far each was from it. Beside the core: of the time "
-        "to first token, what no queue and no step took. Drift: how much longer a calibration's steps took after the run than "
-        "before. Steps: the run's own, as foretold / as measured; the last row of a load is foretold with all steps longer or "
-        "shorter by that much, for a machine as fast as it was then.",
+        "several times both are the middle of its runs, which follow with how far each was from it. Request by request: the median "
+        "of what was foretold of each over what was measured of it. Beside the core: of the time to first token, what no queue and "
+        "no step took. Drift: how much longer a calibration's steps took after the run than before. Steps: the run's own, as "
+        "foretold / as measured; the last row of a load is foretold with all steps longer or shorter by that much, for a machine "
+        "as fast as it was then.",
         "",
         "| arrivals | tokens/s | first token ms | per output token ms | end-to-end ms | beside the core ms | drift | steps |",
         "|---|---|---|---|---|---|---|---|",
@@ -185,20 +144,21 @@ def table(model: str, recorded: Recorded) -> str:
 
 
 def _rows(name: str, runs: Sequence[Compared]) -> Iterator[str]:
-    measured = middle(run.measured for run in runs)
-    yield f"| {name} | {_cells(middle(run.foretold for run in runs), measured)} | | |"
-    for number, run in enumerate(runs, 1):
-        each = [f"{value:,.1f} ({_off(value, was)})" for value, was in _pairs(run.measured, measured)]
-        yield f"| – run {number} | {' | '.join(each)} | {run.drift:+.1%} | {run.steps - 1:+.1%} |"
-    yield f"| – at the speed of then | {_cells(middle(run.at_its_speed for run in runs), measured)} | | |"
+    each = [run.measured.medians() for run in runs]
+    middle = Medians.middle(each)
+    yield f"| {name} | {_cells([run.foretold for run in runs], middle)} | | |"
+    ratios = by_request([(run.foretold, run.measured) for run in runs])
+    yield f"| – request by request | | {' | '.join(_off(ratio, 1.0) for ratio in ratios)} | | | |"
+    for number, (run, medians) in enumerate(zip(runs, each, strict=True), 1):
+        cells = [f"{value:,.1f} ({_off(value, was)})" for value, was in zip(astuple(medians), astuple(middle), strict=True)]
+        yield f"| – run {number} | {' | '.join(cells)} | {run.drift:+.1%} | {_off(run.steps, 1.0)} |"
+    yield f"| – at the speed of then | {_cells([run.at_its_speed for run in runs], middle)} | | |"
 
 
-def _cells(foretold: Outcome, measured: Outcome) -> str:
-    return " | ".join(f"{value:,.1f} / {was:,.1f} ({_off(value, was)})" for value, was in _pairs(foretold, measured))
-
-
-def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[float, float]]:
-    return zip(astuple(first), astuple(second), strict=True)
+def _cells(foretold: Sequence[Outcome], measured: Medians) -> str:
+    middle = Medians.middle(outcome.medians() for outcome in foretold)
+    pairs = zip(astuple(middle), astuple(measured), strict=True)
+    return " | ".join(f"{value:,.1f} / {was:,.1f} ({_off(value, was)})" for value, was in pairs)
 
 
 def _off(value: float, true: float) -> str:
@@ -212,7 +172,8 @@ def _in_words(fitted: Fit, machines: Machines) -> str:
         f"{cost.row_s * 1e3:.2f} ms) + decodes × {cost.decode_s * 1e3:.2f} ms + KV tokens × {cost.kv_token_s * 1e6:.2f} µs + pairs "
         f"× {cost.pair_s * 1e6:.2f} µs + chunks × {cost.chunk_s * 1e3:.1f} ms, {fitted.error:.1%} off a step (root of the mean "
         f"square; {fitted.outliers} of {fitted.steps:,} are left out); the service adds {service.client_s * 1e3:.1f} ms to a "
-        f"request, and asks for a plan {service.lead_s * 1e3:.1f} ms ahead, behind a prompt {service.prefill_lead:.0%} of its step."
+        f"request and {service.link_s * 2e3:.1f} ms to a plan, and asks for one {service.lead_s * 1e3:.1f} ms ahead, behind a "
+        f"prompt {service.prefill_lead:.0%} of its step."
     )
 
 

@@ -51,12 +51,9 @@ class Recorded:
     def machines(self, calibrations: Sequence[int]) -> Machines:
         """By these phases."""
         each = [self._recordings[place].machines() for place in calibrations]
-        service = ServiceCost(
-            median([beside_s for place in calibrations for beside_s in self._beside_core_s(place)]),
-            fmean(machines.service.lead_s for machines in each),
-            fmean(machines.service.prefill_lead for machines in each),
-        )
-        return replace(each[0], cost=self.fit(calibrations).cost, service=service)
+        service = ServiceCost(*map(fmean, zip(*[astuple(machines.service) for machines in each], strict=True)))
+        client_s = median([beside_s for place in calibrations for beside_s in self._beside_core_s(place)])
+        return replace(each[0], cost=self.fit(calibrations).cost, service=replace(service, client_s=client_s))
 
     def client_s(self, place: int) -> float:
         """What lay between client and core in a phase."""

@@ -50,6 +50,7 @@ class ServiceCost:
 
     - client_s: between a client and the core, both ways together, in no queue: messages, validation, the commits of the request and
       of its first token, while steps keep the machine busy.
+    - link_s: one way between scheduler and executor.
     - lead_s: how long before the end of a step the next plan is asked for, on average; who comes later than that waits for one step
       more. `prefill_lead`: as a share of a step that computes a prompt, for how long a chunk takes is not foreseen as well.
     """
@@ -57,6 +58,7 @@ class ServiceCost:
     client_s: float = 0.0
     lead_s: float = 0.001
     prefill_lead: float = 0.0
+    link_s: float = 0.0002
 
     def lead_of(self, step_s: float, has_prefill: bool) -> float:
         return max(self.lead_s, self.prefill_lead * step_s) if has_prefill else self.lead_s

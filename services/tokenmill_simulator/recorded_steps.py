@@ -6,7 +6,7 @@ Must not know: requests, files.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -14,7 +14,6 @@ from tokenmill_scheduler.core.records import Plan, Result
 
 from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepLoad
 from tokenmill_simulator.executor import Ints, step_load
-from tokenmill_simulator.simulation import LINK_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +21,7 @@ class _PlanOut:
     """`behind`: another one was out when it was issued."""
 
     plan: Plan
+    issued_s: float
     behind: bool
 
 
@@ -45,6 +45,7 @@ class RecordedSteps:
     - waits_s: how long each plan that came behind one that only decodes waited for its end. A plan that cuts another short came for
       that reason, and is none of them. decode_steps: all steps that only decode.
     - waits_prefill: of those behind one that computes a prompt, as a share of its step.
+    - links_s: of each plan and its result, both ways together.
     """
 
     loads: list[StepLoad] = field(default_factory=list)
@@ -52,20 +53,24 @@ class RecordedSteps:
     waits_s: list[float] = field(default_factory=list)
     decode_steps: int = 0
     waits_prefill: list[float] = field(default_factory=list)
+    links_s: list[float] = field(default_factory=list)
     _out: dict[int, _PlanOut] = field(default_factory=dict)
     _computed: dict[int, int] = field(default_factory=dict)
     _ahead: _Done = _NOTHING_DONE
 
-    def issued(self, plan: Plan) -> None:
-        self._out[plan.plan_id] = _PlanOut(plan, bool(self._out))
+    def issued(self, plan: Plan, at_s: float) -> None:
+        self._out[plan.plan_id] = _PlanOut(plan, at_s, bool(self._out))
 
-    def answered(self, result: Result) -> float | None:
+    def answered(self, result: Result, at_s: float) -> float | None:
         """The seconds that each of its steps took, for they are taken to have been alike; None if it answers no plan."""
         out = self._out.pop(result.plan_id, None)
         if out is None:
             return None
+        wait_s = result.times.queue_us / 1e6
         if out.behind:
-            self._waited(result.times.queue_us / 1e6)
+            self._waited(wait_s)
+        if result.times.steps_s:
+            self.links_s.append(max(0.0, at_s - out.issued_s - wait_s - result.times.steps_s))
         starts, computed = self._rows(result)
         for sequence_id in out.plan.release:
             self._computed.pop(sequence_id, None)
@@ -97,17 +102,21 @@ class RecordedSteps:
         return np.array(starts, dtype=np.int64), np.array(result.num_computed, dtype=np.int64)
 
 
-def lead(recorded: Iterable[RecordedSteps]) -> ServiceCost:
-    """How long before a step's end the next plan was asked for; UNMEASURED's where no result says how long it waited.
+def service_cost(recorded: Iterable[RecordedSteps]) -> ServiceCost:
+    """The link, and how long before a step's end the next plan was asked for; UNMEASURED's where no result says how long it took.
 
-    Medians, for a few come far too early. One lead for a plan of several steps is so much less for each of them.
+    Medians, for a few plans come far too early. One lead for a plan of several steps is so much less for each of them.
     """
     every = list(recorded)
     waits_s = [wait_s for steps in every for wait_s in steps.waits_s]
     shares = [share for steps in every for share in steps.waits_prefill]
-    lead_s, prefill_lead = UNMEASURED.lead_s, UNMEASURED.prefill_lead
+    links_s = [link_s for steps in every for link_s in steps.links_s]
+    cost = UNMEASURED
+    if links_s:
+        cost = replace(cost, link_s=median(links_s) / 2)
     if any(waits_s):
-        lead_s = median(waits_s) * len(waits_s) / sum(steps.decode_steps for steps in every) + LINK_S
+        each_s = median(waits_s) * len(waits_s) / sum(steps.decode_steps for steps in every)
+        cost = replace(cost, lead_s=each_s + cost.link_s)
     if shares:
-        prefill_lead = median(shares)
-    return ServiceCost(lead_s=lead_s, prefill_lead=prefill_lead)
+        cost = replace(cost, prefill_lead=median(shares))
+    return cost

@@ -33,7 +33,7 @@ from tokenmill_simulator.cost import StepLoad
 from tokenmill_simulator.figures import Target, summarise
 from tokenmill_simulator.fit import Fit, fit
 from tokenmill_simulator.measures import Measures
-from tokenmill_simulator.recorded_steps import RecordedSteps, lead
+from tokenmill_simulator.recorded_steps import RecordedSteps, service_cost
 from tokenmill_simulator.requests import SimulatedRequest
 from tokenmill_simulator.simulation import Step
 
@@ -77,7 +77,7 @@ class Recording:
                 self._answered(event.executor, event.result, at_s, waiting)
         for effect in effects:
             if isinstance(effect, PlanIssued):
-                self._steps[effect.executor, effect.plan.epoch].issued(effect.plan)
+                self._steps[effect.executor, effect.plan.epoch].issued(effect.plan, at_s)
             elif isinstance(effect, TokensGenerated):
                 for request_id, count in zip(effect.request_ids, effect.counts, strict=True):
                     self._asked[request_id].made += count
@@ -87,7 +87,7 @@ class Recording:
 
     def _answered(self, executor: str, result: Result, at_s: float, waiting: int) -> None:
         steps = self._steps.get((executor, result.epoch))
-        step_s = steps.answered(result) if steps is not None else None
+        step_s = steps.answered(result, at_s) if steps is not None else None
         if step_s is None:
             return
         index, sequences = list(self._descriptions).index(executor), len(result.sequence_ids)
@@ -134,7 +134,7 @@ class Recording:
             raise ValueError("no executor was recorded")
         first = next(iter(self._descriptions.values()))
         caches = first.caches_prefixes and first.cache_version is not None
-        service = lead(self._steps.values())
+        service = service_cost(self._steps.values())
         return Machines(self.fit().cost, replace(first, caches_prefixes=caches), len(self._descriptions), service)
 
     def measures(self) -> Measures:

@@ -34,8 +34,6 @@ from tokenmill_simulator.entrance import Admittance, Entrance, Refusals
 from tokenmill_simulator.executor import ModelExecutor
 from tokenmill_simulator.requests import SimulatedRequest
 
-# One way between scheduler and executor.
-LINK_S = 0.0002
 EVERYBODY = Admittance()
 # As in the service: a wake-up that has passed already is not looked at in a busy loop.
 _MIN_WAKEUP_S = 0.005
@@ -65,7 +63,7 @@ class _Drive:
     """One executor as it is driven: its steps one after the other, and when its next plan is due."""
 
     def __init__(self, index: int, executor: ModelExecutor, service: ServiceCost) -> None:
-        self._service = service
+        self.service = service
         self.index = index
         self.executor = executor
         self.name = executor.description.name
@@ -80,9 +78,9 @@ class _Drive:
     def send(self, plan: Plan, now_s: float) -> tuple[float, float, Result]:
         """Carries out the plan once the steps before it are over; when it starts, when it ends, the answer."""
         result, seconds = self.executor.step(plan)
-        start_s = max(self._end_s, now_s + LINK_S)
+        start_s = max(self._end_s, now_s + self.service.link_s)
         self._end_s = start_s + seconds
-        self._lead_s = self._service.lead_of(seconds, has_prefill=sum(plan.advance_max_tokens) > len(plan.advance_max_tokens))
+        self._lead_s = self.service.lead_of(seconds, has_prefill=sum(plan.advance_max_tokens) > len(plan.advance_max_tokens))
         self.plans_out += 1
         return start_s, self._end_s, result
 
@@ -101,7 +99,7 @@ class Simulation:
         admittance: Admittance = EVERYBODY,
         service: ServiceCost = UNMEASURED,
     ) -> None:
-        """`before`: events that the core is given first. Of the `service` only the lead matters here.
+        """`before`: events that the core is given first. What the `service` adds at its clients is left out here.
 
         Raises KeyError for a policy or batching mode that the core does not have.
         """
@@ -181,7 +179,7 @@ class Simulation:
     def _send(self, drive: _Drive, plan: Plan) -> None:
         start_s, end_s, result = drive.send(plan, self.now_s)
         step = Step(drive.index, start_s, end_s, len(plan.advance_sequence_ids), result.blocks, self.core.num_waiting)
-        self._push(end_s + LINK_S, drive, result, step)
+        self._push(end_s + drive.service.link_s, drive, result, step)
 
     def _look_again(self, at_s: float) -> None:
         self._push(at_s, None, None, None)

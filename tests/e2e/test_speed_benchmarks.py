@@ -75,8 +75,11 @@ def test_a_prediction_is_laid_beside_what_was_measured(monkeypatch: pytest.Monke
     recorded = prediction.record(options, costs)
     found = prediction.compare(recorded)
     assert [one.name for one in found] == ["burst", "Poisson, 4 requests"] * 2
-    assert all(one.foretold.output_tokens_per_s > 0 and one.measured.latency > 0 for one in found)
+    for one in found:
+        assert one.foretold.latencies.shape == one.measured.latencies.shape
+        assert one.foretold.output_tokens_per_s > 0
+        assert one.measured.medians().latency > one.measured.medians().time_to_first_token > 0
     rows = [
         line for line in prediction.table("simulated", recorded).splitlines() if line.startswith(("| burst", "| –", "| Poisson"))
     ]
-    assert len(rows) == 2 * 4  # foretold, two runs, at their speed
+    assert len(rows) == 2 * 5  # foretold, request by request, two runs, at their speed

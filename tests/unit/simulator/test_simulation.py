@@ -15,15 +15,16 @@ from tokenmill_scheduler.core.records import TokensGenerated
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_simulator.compare import Machines, candidate, run
-from tokenmill_simulator.cost import ServiceCost
+from tokenmill_simulator.cost import UNMEASURED, ServiceCost
 from tokenmill_simulator.figures import Target
 from tokenmill_simulator.measures import Measures
 from tokenmill_simulator.requests import Mix, SimulatedRequest, mixed
-from tokenmill_simulator.simulation import LINK_S, Simulation
+from tokenmill_simulator.simulation import Simulation
 from tokenmill_workloads import Arrival, at_rate, burst
 
 from tests.unit.simulator.loads import burst_of, small_machines, together
 
+LINK_S = UNMEASURED.link_s
 _CANDIDATES = (*POLICIES, "static")
 
 
