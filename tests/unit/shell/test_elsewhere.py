@@ -164,7 +164,7 @@ async def test_an_update_through_another_scheduler(mine: Shell, other: Shell) ->
 async def test_a_scheduler_that_neither_answers_nor_falls_is_unavailable(
     pair: Pair, mine: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenmill_scheduler.service.TAKEOVER_S", 0.05)
+    monkeypatch.setattr("tokenmill_scheduler.lookup.TAKEOVER_S", 0.05)
     hasty = pair.start("hasty", patience_s=0.0)
     await mine.submit(request("a"))
     pair.kill("mine")
