@@ -121,7 +121,8 @@ def _measured(way: str, name: str) -> Preset:
     figures = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
     cost = fit_cpu(figures["step_ms"][way], figures["other_ms"])
     about = f"SmolLM2-135M, {way}: measured, {figures['how']}"
-    service = ServiceCost(client_s=figures["client_ms"] / 1e3)
+    around_s = {part: figures[f"{part}_ms"] / 1e3 for part in ("client", "lead", "link")}
+    service = ServiceCost(around_s["client"], around_s["lead"], figures["prefill_lead"], around_s["link"])
     return Preset(name, about, cost, figures["kv_tokens"], figures["max_model_len"], 64, 512, service=service)
 
 
