@@ -34,41 +34,43 @@ struct Head {
     }
 };
 
-// Scales a row's scores and hides what its query must not see: later positions and those that its window has left behind. Returns
-// the largest that is left, or `top` where that is larger.
-template <typename Cache>
-TM_INLINE float mask_row(const Model& m, const Layer& layer, const KeyTile& t, Scratch& s, int row, float* scores, float top) {
-    const Floats scale = splat(m.attention_scale * kLog2e), hidden = splat(-INFINITY);
-    const int position = s.position[row], begin = layer.window ? position - layer.window + 1 : 0;
+// Hides what a row's query must not see: later positions and those that its window has left behind. Returns the largest score that
+// is left, or `top` where that is larger.
+TM_INLINE float mask_row(const Model& m, const Layer& layer, const KeyTile& t, int position, float* scores, float top) {
+    const Floats hidden = splat(-INFINITY);
+    const int begin = layer.window ? position - layer.window + 1 : 0;
+    const bool sees_all = t.first >= begin && t.first + t.blocks * kBlock <= position + 1;
     Floats most = splat(top);
     for (int c = 0; c < t.blocks; c++) {
-        Floats x = Cache::scale_scores(t, s, row, c, mul(load(scores + c * kBlock), scale));
+        Floats x = load(scores + c * kBlock);
         const int first = t.first + c * kBlock;
-        if (first < begin && first < m.sinks) {
-            const Floats sink = keep_between(x, first, 0, m.sinks, hidden);
-            x = max(keep_between(x, first, begin, position + 1, hidden), sink);
-        } else if (first < begin || first + kBlock > position + 1) {
-            x = keep_between(x, first, begin, position + 1, hidden);
+        if (!sees_all) {
+            const Floats all = x;
+            x = keep_between(all, first, begin, position + 1, hidden);
+            if (first < begin) x = max(x, keep_between(all, first, 0, m.sinks, hidden));
+            store(scores + c * kBlock, x);
         }
         most = max(x, most);
-        store(scores + c * kBlock, x);
     }
     return largest(most);
 }
 
-// 2^(score - top) of a row, as `values` takes it; returns the sum.
+// 2^(scale * (score - top)) of a row, as `values` takes it; returns the sum of each lane.
 template <typename Cache>
-TM_INLINE float soften_row(const KeyTile& t, Scratch& s, int r, float top) {
+TM_INLINE Floats soften_row(const KeyTile& t, Scratch& s, int r, float scale, float top) {
     float* const scores = s.scores + r * kTileKeys;
+    const Floats shift = splat(-scale * top);
     Floats sums = zeros();
     for (int c = 0; c < t.blocks; c++) {
-        const Floats x = exp2(sub(load(scores + c * kBlock), splat(top)));
+        const Floats x = exp2(fma(load(scores + c * kBlock), splat(scale), shift));
         sums = add(sums, x);
         Cache::put_probability(s, r, c, x);
     }
     Cache::finish_probabilities(t, s, r);
-    return sum(sums);
+    return sums;
 }
+
+float score_scale(const Model& m) { return m.attention_scale * kLog2e; }
 
 // The online softmax, in powers of 2, between the two products of a tile of keys.
 template <typename Cache>
@@ -80,17 +82,20 @@ struct RowTiles {
     template <int R>
     void run(int row) const {
         const int head_dim = head.m.head_dim;
+        const float scale = score_scale(head.m);
         float alpha[kLanes] = {};  // what scales the sums so far
         all_scores<Cache, R>(t, s, row, head_dim);
         for (int r = 0; r < R; r++) {
             float& top = s.top[row + r];
             const float before = top;
-            top = mask_row<Cache>(head.m, head.layer, t, s, row + r, s.scores + r * kTileKeys, before);
-            alpha[r] = before - top;
+            top = mask_row(head.m, head.layer, t, s.position[row + r], s.scores + r * kTileKeys, before);
+            alpha[r] = scale * (before - top);
         }
         store(alpha, exp2(load(alpha)));
-        for (int r = 0; r < R; r++)
-            s.total[row + r] = s.total[row + r] * alpha[r] + soften_row<Cache>(t, s, r, s.top[row + r]);
+        for (int r = 0; r < R; r++) {
+            float* const totals = s.totals + (row + r) * kLanes;
+            store(totals, fma(load(totals), splat(alpha[r]), soften_row<Cache>(t, s, r, scale, s.top[row + r])));
+        }
         all_values<Cache, R>(t, s, row, head_dim, alpha);
     }
 };
@@ -104,7 +109,7 @@ void gather_queries(const Head& h, const bf16* q, Scratch& s) {
             std::memcpy(s.q + row * head_dim, q + from, head_dim * sizeof(bf16));
             std::memset(s.out + row * head_dim, 0, head_dim * sizeof(float));
             s.top[row] = kLowest;
-            s.total[row] = 0;
+            store(s.totals + row * kLanes, zeros());
             Cache::prepare_query(s, row, head_dim);
             s.position[row] = h.b.positions[h.item.first_token + token];
         }
@@ -145,7 +150,8 @@ void finish_rows(const Head& h, const Partials& partials, bf16* out, Scratch& s)
     const int head_dim = h.m.head_dim;
     for (int token = 0, row = 0; token < h.item.tokens; token++)
         for (int g = 0; g < h.group; g++, row++) {
-            const Floats inverse = splat(1 / s.total[row]);
+            const float total = sum(load(s.totals + row * kLanes));
+            const Floats inverse = splat(1 / total);
             const int head = h.kv_head * h.group + g;
             const float* from = s.out + row * head_dim;
             if (h.item.splits == 1) {
@@ -154,7 +160,7 @@ void finish_rows(const Head& h, const Partials& partials, bf16* out, Scratch& s)
             } else {
                 const int64_t at = int64_t(h.item.split + token) * h.m.heads + head;
                 for (int d = 0; d < head_dim; d += kLanes) store(partials.values + at * head_dim + d, mul(load(from + d), inverse));
-                partials.weights[at] = s.top[row] + std::log2(s.total[row]);
+                partials.weights[at] = score_scale(h.m) * s.top[row] + std::log2(total);
             }
         }
 }

@@ -21,7 +21,8 @@ struct alignas(64) Scratch {
     uint8_t p_codes[8 * 2 * kTileKeys];
     int32_t q_offsets[kMaxRows * 2];
     float q_units[kMaxRows], p_units[8];
-    float top[kMaxRows], total[kMaxRows];
+    float top[kMaxRows];                // of a row's scores, which lack the softmax's scale
+    float totals[kMaxRows * kLanes];  // of its exponentials, in each lane
     int position[kMaxRows];
 };
 
@@ -57,7 +58,6 @@ struct Bf16Cache {
     static constexpr int value_vectors(int rows) { return rows <= 6 ? 4 : 2; }
 
     TM_INLINE void prepare_query(Scratch&, int, int) {}
-    TM_INLINE Floats scale_scores(const KeyTile&, const Scratch&, int, int, Floats x) { return x; }
 
     template <int R, int C>
     TM_INLINE void scores(const KeyTile& t, Scratch& s, int row, int head_dim, int first) {
@@ -150,10 +150,6 @@ struct Int8Cache {
         s.q_units[row] = most / (127 * kBase) + sum(poison);  // the integers cannot say "not a number"
     }
 
-    TM_INLINE Floats scale_scores(const KeyTile& t, const Scratch& s, int row, int block, Floats x) {
-        return mul(x, mul(load(t.k_scales[block]), splat(s.q_units[row])));
-    }
-
     template <int R, int C>
     TM_INLINE void scores(const KeyTile& t, Scratch& s, int row, int head_dim, int first) {
         const int quads = head_dim / 4;
@@ -172,10 +168,13 @@ struct Int8Cache {
                 TM_EACH(c, C) tile[r][c] = dot_quads(tile[r][c], k[c], broadcast);
             }
         }
-        TM_EACH(r, R)
-            TM_EACH(c, C)
-                store(s.scores + r * kTileKeys + (first + c) * kBlock,
-                      fma(to_floats(tile[2 * r][c]), splat(kBase), to_floats(tile[2 * r + 1][c])));
+        TM_EACH(c, C) {
+            const Floats k_scales = load(t.k_scales[first + c]);
+            TM_EACH(r, R) {
+                const Floats units = fma(to_floats(tile[2 * r][c]), splat(kBase), to_floats(tile[2 * r + 1][c]));
+                store(s.scores + r * kTileKeys + (first + c) * kBlock, mul(units, mul(k_scales, splat(s.q_units[row + r]))));
+            }
+        }
     }
 
     TM_INLINE void put_probability(Scratch& s, int r, int block, Floats x) { store(s.scores + r * kTileKeys + block * kBlock, x); }

@@ -108,6 +108,16 @@ void cache_head(const Model& m, const float* k, const float* v, int slot, int he
         cache_bf16(k, v, m.head_dim, slot % kBlock, (bf16*)k_block, (bf16*)v_block);
 }
 
+// Blocks lie anywhere: the lines that a row's K and V go to come into the cache while it is rotated.
+void prefetch_head(const Model& m, int slot, int head, const Layer& layer) {
+    const size_t bytes = kv_head_bytes(m.kv_kind, m.head_dim), at = (size_t(slot / kBlock) * m.kv_heads + head) * bytes;
+    const size_t k_bytes = size_t(kBlock) * m.head_dim * (m.kv_kind == kKvInt8 ? 1 : sizeof(bf16));
+    const int together = m.kv_kind == kKvInt8 ? 4 : 2;  // positions that share V's lines
+    const size_t v_bytes = k_bytes / kBlock * together, v_offset = slot % kBlock / together * v_bytes;
+    for (size_t i = 0; i < k_bytes; i += kLine) prefetch(layer.k_cache + at + i);
+    for (size_t i = 0; i < v_bytes; i += kLine) prefetch(layer.v_cache + at + v_offset + i);
+}
+
 }  // namespace
 
 void norm_rows(Team& team, const Model& m, const float* from, int rows, const float* weight, const Matrix& next,
@@ -124,6 +134,7 @@ void rotate_and_cache(Team& team, const Model& m, const Layer& layer, const Batc
     team.each(b.tokens, [&](int row, int) {
         float* const queries = qkv + row * (q_width + 2 * kv_width);
         float* const keys = queries + q_width;
+        for (int head = 0; head < m.kv_heads; head++) prefetch_head(m, b.slots[row], head, layer);
         for (int head = 0; head < m.heads; head++) {
             float* const x = queries + head * m.head_dim;
             norm_and_rotate(x, m, layer.q_norm, b.positions[row]);

@@ -12,7 +12,6 @@ namespace {
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kRowsAtOnce = 128;  // rows of a task: enough tasks for all threads in a prefill, and a panel is reused 128 times
 constexpr int kAhead = 1024;      // bytes to fetch ahead in a panel that is passed over once
-constexpr int kLine = 64;         // bytes of a cache line
 constexpr int kFetches = 2;       // lines that a tile fetches at each step of depth; with one alone the hardware does the rest
 
 TM_INLINE void fetch(const void* read, int64_t ahead) {
@@ -215,19 +214,16 @@ void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
     const int groups = depth / kGroup;
     int8_t* q = to.quantized + int64_t(row) * depth;
     for (int g = 0; g < groups; g++, from += kGroup, q += kGroup) {
-        Floats x[kGroup / kLanes];
-        Floats top = zeros(), poison = zeros();
-        for (int i = 0; i < kGroup / kLanes; i++) {
-            x[i] = load_bf16(from + i * kLanes);
-            top = max(abs(x[i]), top);
-            poison = fma(x[i], zeros(), poison);
-        }
-        // Integers cannot say "not a number", and max drops it: the scale has to, so that the logits are not a number either.
-        const float scale = largest(top) / 127 + sum(poison);
+        const float most = largest_magnitude(from);
+        // Integers cannot say "not a number" or "infinite": the scale has to, so that the logits are not a number either.
+        const float scale = most / 127 + 0 * most;
         const Floats inverse = splat(scale > 0 ? 1 / scale : 0);
-        for (int i = 0; i < kGroup / kLanes; i++) store_int8(q + i * kLanes, mul(x[i], inverse));
+        Floats x[kGroup / kLanes];
+        TM_EACH(i, kGroup / kLanes) x[i] = mul(load_bf16(from + i * kLanes), inverse);
+        const Ints codes = to_int8(x);
+        store_ints(q, codes);
         // A group is one vector of bytes: its dot product with ones has its sums.
-        const Ints sums = dot_quads(splat_int(0), splat_int(0x01010101), load_ints(q));
+        const Ints sums = dot_quads(splat_int(0), splat_int(0x01010101), codes);
         to.scales[int64_t(row) * groups + g] = scale;
         sum_halves(sums, to.sums + 2 * (int64_t(row) * groups + g));
     }

@@ -19,6 +19,7 @@ constexpr int kGroup = 64;        // activations that share a scale when they ar
 constexpr int kInt4Group = 32;    // weights of a column that share a scale and a minimum when they are int4
 constexpr int kMaxHeadDim = 256;  // of stack buffers
 constexpr float kLog2e = 1.44269504f;
+constexpr int kLine = 64;  // bytes of a cache line
 
 enum MatrixKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
 enum KvKind : int32_t { kKvBf16 = 0, kKvInt8 = 1 };

@@ -29,6 +29,12 @@ TM_INLINE float to_float(bf16 x) {
     return y;
 }
 
+// As a float: the largest of 16 bfloat16 without a sign. What is not a number has the largest bits.
+TM_INLINE float largest_bf16(__m256i magnitudes) {
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(magnitudes), _mm256_extracti128_si256(magnitudes, 1));
+    return to_float(bf16(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))))));
+}
+
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 using Floats = __m512;
@@ -50,6 +56,7 @@ TM_INLINE float sum(Floats a) { return _mm512_reduce_add_ps(a); }
 TM_INLINE float largest(Floats a) { return _mm512_reduce_max_ps(a); }
 
 TM_INLINE Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+TM_INLINE void store_ints(void* p, Ints x) { _mm512_storeu_si512(p, x); }
 TM_INLINE Ints splat_int(uint32_t x) { return _mm512_set1_epi32(int(x)); }
 TM_INLINE Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 TM_INLINE Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi32(0xffff)); }
@@ -57,8 +64,11 @@ TM_INLINE Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8
 TM_INLINE Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi32(a, 4)); }
 // The sum of the first eight lanes and that of the last eight.
 TM_INLINE void sum_halves(Ints a, int32_t* to) {
-    to[0] = _mm512_mask_reduce_add_epi32(0x00ff, a);
-    to[1] = _mm512_mask_reduce_add_epi32(0xff00, a);
+    a = _mm512_add_epi32(a, _mm512_shuffle_epi32(a, _MM_PERM_BADC));
+    a = _mm512_add_epi32(a, _mm512_shuffle_epi32(a, _MM_PERM_CDAB));
+    a = _mm512_add_epi32(a, _mm512_permutex_epi64(a, 0x4e));
+    to[0] = _mm512_cvtsi512_si32(a);
+    to[1] = _mm256_cvtsi256_si32(_mm512_extracti64x4_epi64(a, 1));
 }
 // From IEEE half precision.
 TM_INLINE Floats load_half_precision(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
@@ -77,6 +87,20 @@ TM_INLINE Floats load_bf16(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 TM_INLINE void store_int8(int8_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))); }
+// Of 64 bfloat16; not a number if one of them is.
+TM_INLINE float largest_magnitude(const bf16* p) {
+    const Ints without_sign = _mm512_set1_epi16(0x7fff);
+    const Ints low = _mm512_and_si512(load_ints(p), without_sign), high = _mm512_and_si512(load_ints(p + 32), without_sign);
+    const Ints most = _mm512_max_epu16(low, high);
+    return largest_bf16(_mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1)));
+}
+// Sixty-four floats as int8, in order.
+TM_INLINE Ints to_int8(const Floats (&x)[4]) {
+    const Ints low = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+    const Ints high = _mm512_packs_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
+    const Ints by_quarter = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    return _mm512_permutexvar_epi32(by_quarter, _mm512_packs_epi16(low, high));
+}
 TM_INLINE void store_uint8(uint8_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x))); }
 TM_INLINE Floats to_whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 TM_INLINE Floats to_floor(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
@@ -192,6 +216,10 @@ TM_INLINE float largest(Floats a) {
 TM_INLINE Ints load_ints(const void* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
 }
+TM_INLINE void store_ints(void* p, Ints x) {
+    _mm256_storeu_si256((__m256i*)p, x.low);
+    _mm256_storeu_si256((__m256i*)p + 1, x.high);
+}
 TM_INLINE Ints splat_int(uint32_t x) { return {_mm256_set1_epi32(int(x)), _mm256_set1_epi32(int(x))}; }
 TM_INLINE Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 TM_INLINE Ints low_halves(Ints a) {
@@ -256,6 +284,20 @@ TM_INLINE void store_int8(int8_t* p, Floats x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+TM_INLINE float largest_magnitude(const bf16* p) {
+    __m256i most = _mm256_setzero_si256();
+    TM_EACH(i, 4) {
+        const __m256i bits = _mm256_loadu_si256((const __m256i*)(p + i * kLanes));
+        most = _mm256_max_epu16(most, _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff)));
+    }
+    return largest_bf16(most);
+}
+TM_INLINE __m256i to_int8_half(Floats a, Floats b) {
+    const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high));
+    const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(b.low), _mm256_cvtps_epi32(b.high));
+    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
+}
+TM_INLINE Ints to_int8(const Floats (&x)[4]) { return {to_int8_half(x[0], x[1]), to_int8_half(x[2], x[3])}; }
 TM_INLINE void store_uint8(uint8_t* p, Floats x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
