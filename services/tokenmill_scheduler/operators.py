@@ -133,7 +133,7 @@ class Operators:
         for executor in self._loop.executors():
             if executor.name == name:
                 return executor
-        raise UnknownExecutor(f"no executor {name} has joined")
+        raise UnknownExecutor(f"no executor '{name}' has joined")
 
     def _held(self, hold: Hold) -> Event:
         if hold.target == POLICY:

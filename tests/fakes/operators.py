@@ -58,6 +58,6 @@ class FakeOperators:
 
     def _executor(self, name: str) -> ExecutorStatus:
         if name not in ("x1", "x2"):
-            raise UnknownExecutor(f"no executor {name} has joined")
+            raise UnknownExecutor(f"no executor '{name}' has joined")
         draining = name in [hold.target for hold in self._actions.holds()]
         return ExecutorStatus(name, "127.0.0.1:1", "tiny", True, 1, "simulated", 16, Blocks(1, 0, 0), 0, 0, 0.0, None, draining)

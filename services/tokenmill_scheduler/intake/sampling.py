@@ -32,7 +32,8 @@ _RULES = {
     "top_p": _Rule(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
     "top_k": _Rule(lambda v: v >= -1, "must be at least 1, or 0 or -1 to turn it off"),
     "min_p": _Rule(lambda v: 0 <= v <= 1, "must be from 0 to 1"),
-    "repetition_penalty": _Rule(lambda v: 0 < v < math.inf, "must be finite and above 0"),
+    # Nearer to 0, or beyond, logits are divided or multiplied into infinity. (In 32 bits 0.01 is a little less.)
+    "repetition_penalty": _Rule(lambda v: 0.0099 < v <= 100, "must be from 0.01 to 100"),
     "presence_penalty": _Rule(lambda v: -2 <= v <= 2, "must be from -2 to 2"),
     "frequency_penalty": _Rule(lambda v: -2 <= v <= 2, "must be from -2 to 2"),
     "max_tokens": _Rule(lambda v: v >= 1, "must be at least 1"),
@@ -109,7 +110,8 @@ def _check_numbers(params: SamplingParams, field: str, violations: Violations) -
     for name, rule in _RULES.items():
         if params.HasField(name):  # type: ignore[arg-type]  # the stub wants literals
             value = getattr(params, name)
-            violations.require(rule.holds(value), f"{field}.{name}", f"{rule.words}; got {value:g}")
+            said = value if isinstance(value, int) else f"{value:g}"
+            violations.require(rule.holds(value), f"{field}.{name}", f"{rule.words}; got {said}")
 
 
 def _check_stops(stops: Sequence[str], field: str, violations: Violations) -> None:

@@ -54,7 +54,7 @@ def chat(*messages: tuple[str, str]) -> pb.Prompt:
         *(("top_p", value) for value in (math.nan, 0.0, 1.1, math.inf, -0.1)),
         *(("min_p", value) for value in (2.0, -0.1, math.nan)),
         ("top_k", -2),
-        *(("repetition_penalty", value) for value in (0.0, -1.0, math.nan, math.inf)),
+        *(("repetition_penalty", value) for value in (0.0, 1e-38, 0.009, 100.1, -1.0, math.nan, math.inf)),
         *(("presence_penalty", value) for value in (2.1, -2.1, math.nan)),
         *(("frequency_penalty", value) for value in (2.1, -2.1, math.inf)),
         ("max_tokens", 0),
@@ -69,9 +69,17 @@ async def test_c49_numbers_outside_their_range(served: Served, field: str, value
     assert list(found) == [f"request.sampling.{field}"]
 
 
+async def test_a_violation_shows_a_whole_number_as_it_was_sent(served: Served) -> None:
+    found = await refused(served, spec(sampling=SamplingParams(max_tokens=-(2**31), temperature=-0.5)))
+    assert found["request.sampling.max_tokens"].endswith("got -2147483648")
+    assert found["request.sampling.temperature"].endswith("got -0.5")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100.0},
         {"top_p": 1.0},
         {"temperature": 0.0},
         {"top_k": -1},

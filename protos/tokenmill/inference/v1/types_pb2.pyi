@@ -169,7 +169,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """In [0, 1]. Default 0."""
     repetition_penalty: _builtins.float
-    """> 0; 1 turns it off. Counts prompt and output. Default 1.0."""
+    """In [0.01, 100]; 1 turns it off. Counts prompt and output. Default 1.0."""
     presence_penalty: _builtins.float
     """In [-2, 2]. Counts output only. Default 0."""
     frequency_penalty: _builtins.float
