@@ -2,10 +2,10 @@
 
     python -m benchmarks.startup [--model MODEL] [--repeat 3]
 
-Start-up is from the command to the first token at a client that tries until it is served; the first start is not counted, so
-that the model's file lies in the page cache. Then prompts fill the KV cache, and the executor's peak resident memory, less what
-Python and torch take without a model, is set beside the bytes of weights (parameters times those of the precision) and KV cache.
-The pages of the mapped model file are in the peak, though the system may drop them. Writes a table to benchmarks/results/.
+Start-up is from the command to the first token at a client that waits until the service is ready; the first start is not counted,
+so that the model's file lies in the page cache. Then prompts fill the KV cache, and the executor's peak resident memory (VmHWM),
+less libraries, is set beside the bytes of weights (parameters times those of the precision) and KV cache. Libraries are the peak of
+a process that imports the executor's server and torch and loads nothing. Writes a table to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from math import prod
 from pathlib import Path
 from statistics import median
 
-from tokenmill_client import Client, TokenmillError
+from tokenmill_client import Client
+from tokenmill_executor.model.tensors import LazyTensors
 from tokenmill_executor.model.weights import load_checkpoint
 
 from tests.fakes.models import smollm2_path
@@ -80,14 +81,10 @@ def start(model: str, flags: tuple[str, ...], *, fill: bool) -> Started:
 
 
 def _first_token_s(client: Client, begun_s: float) -> float:
-    while True:
-        try:
-            for _ in client.generate("Once upon a time", max_tokens=1, temperature=0.0):
-                pass
-            return time.perf_counter() - begun_s
-        except TokenmillError:
-            assert time.perf_counter() - begun_s < 120, "the service does not come up"
-            time.sleep(0.02)
+    client.wait_ready(timeout=120)
+    for _ in client.generate("Once upon a time", max_tokens=1, temperature=0.0):
+        pass
+    return time.perf_counter() - begun_s
 
 
 def _fill(client: Client) -> None:
@@ -122,7 +119,9 @@ def libraries_bytes() -> int:
 
 
 def parameters(model: str) -> int:
-    return sum(prod(tensor.shape) for tensor in load_checkpoint(model).tensors.values())
+    tensors = load_checkpoint(model).tensors
+    assert isinstance(tensors, LazyTensors)
+    return sum(prod(tensors.rows(name).shape) for name in tensors)
 
 
 def main() -> None:
@@ -156,8 +155,9 @@ def _report(model: str, repeat: int, libraries: int, rows: list[str]) -> str:
             f"# Start-up, {model}, {datetime.now(UTC):%Y-%m-%d}",
             "",
             f"`python -m benchmarks.startup`, medians of {repeat}; {os.cpu_count()} cores ({platform.machine()}), Python "
-            f"{platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Python and torch without a model: "
-            f"{libraries / _MIB:,.0f} MiB.",
+            f"{platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Libraries: "
+            f"{libraries / _MIB:,.0f} MiB, the peak (VmHWM) of a process that imports the executor's server and torch, and loads "
+            "no model.",
             "",
             f"| {' | '.join(head)} |",
             f"|{'---|' * len(head)}",

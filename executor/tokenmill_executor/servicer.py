@@ -51,6 +51,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._thread = thread
         self._heartbeat_interval_s = heartbeat_interval_s
         self._service: Service | None = None
+        self._loaded = asyncio.Event()
         self._epoch = 0
         self._session: Session | None = None
         self._closing = False
@@ -62,6 +63,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     def open(self, service: Service) -> None:
         """The model is loaded: from now on it is described and driven."""
         self._service = service
+        self._loaded.set()
 
     async def close(self, timeout_s: float) -> None:
         """Shutting down: no new stream; the open one answers the plans it has, and ends, within `timeout_s` or not."""
@@ -78,6 +80,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Describe(  # noqa: N802
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse]
     ) -> pb.DescribeResponse:
+        if self._service is None:
+            # Of the time that the caller gives, half: it joins at once if that is enough, and hears why if it is not.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._loaded.wait(), (context.time_remaining() or 0.0) / 2)
         if self._service is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, _LOADING)
         response = pb.DescribeResponse(epoch=self._epoch)

@@ -127,7 +127,9 @@ def test_serve_all_stops_both_and_keeps_the_database(tmp_path: Path) -> None:
         for name in ("scheduler", "executor"):
             running.expect(rf"{name} +\| .*stopped")
     assert tokenmill("db", "check", cwd=tmp_path).stdout == "current\n"
-    with Running("serve", "all", *SIMULATED, *ANYWHERE, cwd=tmp_path) as running:
+    # Where the executor's address is known the two start side by side.
+    beside = ("--listen", "127.0.0.1:0", "--executor-listen", f"unix:{tmp_path}/executor.sock")
+    with Running("serve", "all", *SIMULATED, *beside, cwd=tmp_path) as running:
         address = running.expect(r"tokenmill is ready at (\S+)\. ")[1]
         info = json.loads(tokenmill("--server", address, "requests", "get", "kept", "--json").stdout)["info"]
         assert (info["state"], info["usage"]["output_tokens"]) == ("done", 3)
@@ -135,12 +137,14 @@ def test_serve_all_stops_both_and_keeps_the_database(tmp_path: Path) -> None:
         assert running.wait() == 0
 
 
-def test_serve_all_ends_with_the_code_of_the_one_that_failed(tmp_path: Path) -> None:
-    done = tokenmill("serve", "all", "--model", "/no/such/model", *ANYWHERE, cwd=tmp_path)
+@pytest.mark.parametrize("executor_listen", ["127.0.0.1:0", "unix:executor.sock"])
+def test_serve_all_ends_with_the_code_of_the_one_that_failed(executor_listen: str, tmp_path: Path) -> None:
+    anywhere = ("--listen", "127.0.0.1:0", "--executor-listen", executor_listen)
+    done = tokenmill("serve", "all", "--model", "/no/such/model", *anywhere, cwd=tmp_path)
     assert done.returncode == ExitCode.USAGE
     assert "/no/such/model" in done.stderr
     assert "Traceback" not in done.stderr
-    done = tokenmill("serve", "all", *SIMULATED, "--executor-listen", "127.0.0.1:0", "--listen", "nowhere", cwd=tmp_path)
+    done = tokenmill("serve", "all", *SIMULATED, "--executor-listen", executor_listen, "--listen", "nowhere", cwd=tmp_path)
     assert done.returncode == ExitCode.USAGE
     assert "scheduler | tokenmill_scheduler: --listen nowhere" in done.stderr
 

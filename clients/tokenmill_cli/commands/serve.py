@@ -80,10 +80,10 @@ def all_(app: App, executor_listen: str, executor_metrics_address: str, flags: t
     for_executor += ["--tls-cert=", "--tls-key=", "--tls-client-ca=", "--listen", executor_listen]
     for_executor += [f"--metrics-address={executor_metrics_address}"]
     for_scheduler += ["--executor-tls-ca=", "--executor-tls-cert=", "--executor-tls-key="]
-    click.get_current_context().exit(_run_pair(app, for_executor, for_scheduler))
+    click.get_current_context().exit(_run_pair(app, executor_listen, for_executor, for_scheduler))
 
 
-def _run_pair(app: App, for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
+def _run_pair(app: App, executor_listen: str, for_executor: Sequence[str], for_scheduler: Sequence[str]) -> int:
     """Returns the exit code of the first to fail; 0 when both end well after a signal."""
     services: list[Service] = []
     with ExitStack() as stack:
@@ -96,8 +96,13 @@ def _run_pair(app: App, for_executor: Sequence[str], for_scheduler: Sequence[str
             return service
 
         try:
-            executor_address = start("executor", EXECUTOR, for_executor).address()
-            address = start("scheduler", SCHEDULER, [*for_scheduler, "--executor", executor_address]).address()
+            executor = start("executor", EXECUTOR, for_executor)
+            # The scheduler comes up while the model loads, unless the system is to choose the executor's port.
+            executor_address = executor.address() if executor_listen.endswith(":0") else executor_listen
+            scheduler = start("scheduler", SCHEDULER, [*for_scheduler, "--executor", executor_address])
+            # This one ends first when something is wrong with the model.
+            executor.address()
+            address = scheduler.address()
             if _wait_ready(app, address, services):
                 _say_how_to_use(address)
                 _wait_first_end(services)

@@ -411,6 +411,16 @@ async def test_before_the_model_is_loaded_health_is_not_serving_and_calls_are_un
         assert await health_of(service, name) == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_who_gives_time_is_described_the_executor_as_soon_as_it_is_loaded(start: Start) -> None:
+    service = await start(OracleRunner(), load=False)
+    describing = asyncio.ensure_future(service.stub.Describe(pb.DescribeRequest(), timeout=60.0))
+    # The server has the call once it answers a later one on the same connection.
+    assert await health_of(service, SERVICE_NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert not describing.done()
+    await service.server.load()
+    assert (await describing).num_blocks > 0
+
+
 async def test_reflection_lists_the_service(start: Start) -> None:
     service = await start(OracleRunner())
     stub = reflection_pb2_grpc.ServerReflectionStub(service.channel)
