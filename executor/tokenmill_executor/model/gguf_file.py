@@ -166,7 +166,11 @@ def _dequantized(tensor: StoredTensor, stored: _Stored) -> torch.Tensor:
     values = np.empty((len(stored), *tensor.shape[1:]), dtype=np.float32)
     for start in range(0, len(values), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
-        values[rows] = dequantize(stored[rows], tensor.type)
+        if tensor.type in _INT4:
+            # The same numbers as the library's, in half its time.
+            values[rows] = _codes(tensor, stored[rows]).dequantize()
+        else:
+            values[rows] = dequantize(stored[rows], tensor.type)
     return torch.from_numpy(values)
 
 

@@ -37,8 +37,8 @@ class Int4Rows:
 
     def dequantize(self) -> torch.Tensor:
         """[rows, depth] float32."""
-        codes = self.codes.view(len(self.codes), -1, GROUP).float()
-        return (codes * self.scales.float()[..., None] + self.minima.float()[..., None]).flatten(1)
+        values = self.codes.view(len(self.codes), -1, GROUP).float()
+        return values.mul_(self.scales.float()[..., None]).add_(self.minima.float()[..., None]).flatten(1)
 
 
 def quantize(weight: torch.Tensor) -> Int4Rows:
@@ -70,4 +70,7 @@ def _halves(pairs: torch.Tensor) -> torch.Tensor:
 
 def _codes(packed: torch.Tensor) -> torch.Tensor:
     """The low halves of a block's bytes are its first 16 codes."""
-    return torch.cat((packed & 15, packed >> 4), 2).flatten(1)
+    codes = packed.new_empty((*packed.shape[:2], GROUP))
+    torch.bitwise_and(packed, 15, out=codes[..., : GROUP // 2])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., GROUP // 2 :])
+    return codes.flatten(1)

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tokenmill_executor.cpu import library
+from tokenmill_executor.cpu import library, packing
 from tokenmill_executor.cpu.memory import HugeArena
-from tokenmill_executor.cpu.packing import Interleaved, PackedMatrix, Weight, pack, packed_bytes, quantize_rows
+from tokenmill_executor.cpu.packing import Interleaved, Joined, PackedMatrix, Weight, pack, packed_bytes, quantize_rows
 from tokenmill_executor.model.int4 import Int4Rows, quantize
 
 from tests.unit.cpu.small_models import needs_kernels, runnable_sets
@@ -133,6 +133,21 @@ def test_a_row_that_is_not_a_number_gives_none_and_harms_no_other(instruction_se
     _multiply(_packed(weight, None, kind), rows, library.STORE_FLOATS, found, instruction_set)
     assert not torch.isfinite(found[4]).any()
     assert torch.isfinite(found[torch.arange(10) != 4]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_packed_panel_by_panel_are_those_packed_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices that begin and end within the parts of a matrix, codes beside numbers among them."""
+    first, second, third = torch.randn((3, 70, 128), generator=torch.Generator().manual_seed(5))
+    beside = quantize(second) if kind == "int4" else second
+    for weight in (Joined((first, beside, third)), Interleaved(first, beside)):
+        whole = _packed(weight, None, kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "_SLICE_BYTES", 1)
+            sliced = _packed(weight, None, kind)
+        assert len(list(packing.slices(*weight.shape))) == 1
+        for one, other in zip(whole.kept, sliced.kept, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_rows_of_zeros_quantize_to_zeros() -> None:

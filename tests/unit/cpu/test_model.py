@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,26 @@ def test_variants_of_the_family(changes: dict[str, object]) -> None:
     config = small_config(**changes)
     tensors = random_tensors(config)
     _assert_near_oracle(config, cpu_model(config, tensors), tensors, TOLERANCE[None, "auto"])
+
+
+@pytest.mark.parametrize("instruction_set", runnable_sets)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_embeddings_come_out_of_the_head_that_shares_them(instruction_set: str, quantization: str | None) -> None:
+    """To the bit, of numbers that bfloat16 and int8 can say; the vocabulary fills its last panel only in part."""
+    config = small_config(tie_word_embeddings=True, vocab_size=97)
+    tensors = random_tensors(config)
+    name = "model.embed_tokens.weight"
+    tensors[name] = torch.randint(-127, 128, (97, config.hidden_size), generator=torch.Generator().manual_seed(6)) / 64
+    tensors[name][:, 5] = 127 / 64
+    tied = cpu_model(config, tensors, quantization=quantization, instruction_set=instruction_set)
+    untied = cpu_model(
+        replace(config, tie_word_embeddings=False),
+        {**tensors, "lm_head.weight": tensors[name]},
+        quantization=quantization,
+        instruction_set=instruction_set,
+    )
+    for batch in _steps(config, seed=2):
+        assert torch.equal(tied.forward(batch), untied.forward(batch))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tokenmill_executor.model.config import ModelConfig, ModelError, RopeConfig, config_from_hf
 from tokenmill_executor.model.rope import inverse_frequencies
+from tokenmill_executor.model.tensors import LazyTensors
 from tokenmill_executor.model.weights import expected_names, load_checkpoint
 
 from tests.fakes.models import random_model
@@ -39,6 +41,34 @@ def test_directory_and_gguf_file_give_the_same(name: str, tmp_path: Path) -> Non
         assert torch.equal(hf.tensors[key], state[key]), key
         assert torch.equal(gguf.tensors[key], state[key]), key
     assert set(expected_names(hf.config)) == set(gguf.tensors)
+
+
+def test_rows_are_read_alone_and_the_pages_of_the_file_given_back(tmp_path: Path) -> None:
+    """Rows of Q among them, which Llama's GGUF files have in another order."""
+    model = random_model("llama")
+    model.save_pretrained(tmp_path / "hf")
+    write_model(tmp_path / "model.gguf", "llama", model)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    whole = model.state_dict()[name]
+    for path, file in ((tmp_path / "hf", "model.safetensors"), (tmp_path / "model.gguf", "model.gguf")):
+        tensors = load_checkpoint(path).tensors
+        assert isinstance(tensors, LazyTensors)
+        rows = tensors.rows(name)
+        assert rows.shape == whole.shape
+        for part in (slice(0, 1), slice(7, 50), slice(len(whole) - 3, len(whole))):
+            assert torch.equal(rows[part], whole[part]), path
+        assert resident_bytes(file) == 0, path
+
+
+def resident_bytes(file_name: str) -> int:
+    """Of what this process has mapped of files of that name."""
+    size, mapped = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            mapped = line.endswith(f"/{file_name}")
+        elif mapped and line.startswith("Rss:"):
+            size += int(line.split()[1]) * 1024
+    return size
 
 
 def test_rope_scaling_of_a_gguf_file(tmp_path: Path) -> None:
