@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill_executor.runner import Batch
+from tokenmill_executor.runner import Batch, Int32Array
 from tokenmill_executor.sequences import Sequence
 
-# Of a sequence: with more, a copy for each row is faster than one copy for all.
+# With fewer rows, or with more blocks of a sequence, a copy for each row is faster than one copy for all.
+_MANY_ROWS = 8
 _FEW_BLOCKS = 64
 
 
@@ -33,14 +34,8 @@ class Advance:
 
 def build_batch(advances: SequenceOf[Advance], block_size: int, num_groups: int = 1) -> Batch:
     """One row for each advance, in order; see `Batch` for shapes. `advances` must not be empty."""
-    starts = np.array([advance.start for advance in advances], dtype=np.int32)
     context_lens = np.array([advance.end for advance in advances], dtype=np.int32)
-    counts = context_lens - starts
-    query_starts = np.zeros(len(advances) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_starts[1:])
-    # Position of a token: its index in the flat batch, moved so that its sequence's first lands on `start`.
-    rows = np.repeat(np.arange(len(advances), dtype=np.int32), counts)
-    positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[rows]
+    rows, positions, query_starts = _places(advances, context_lens)
     tables = _block_tables(advances, num_groups)
     slots = tables[:, rows, positions // block_size] * np.int32(block_size) + positions % np.int32(block_size)
     sample_rows = [row for row, advance in enumerate(advances) if advance.end == len(advance.sequence.token_ids)]
@@ -56,7 +51,22 @@ def build_batch(advances: SequenceOf[Advance], block_size: int, num_groups: int 
     )
 
 
-def _token_ids(advances: SequenceOf[Advance]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def _places(advances: SequenceOf[Advance], context_lens: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Of each token its row and its position, and `query_starts`."""
+    num_rows = len(advances)
+    if all(advance.end - advance.start == 1 for advance in advances):
+        return np.arange(num_rows, dtype=np.int32), context_lens - np.int32(1), np.arange(num_rows + 1, dtype=np.int32)
+    starts = np.array([advance.start for advance in advances], dtype=np.int32)
+    counts = context_lens - starts
+    query_starts = np.zeros(num_rows + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    rows = np.repeat(np.arange(num_rows, dtype=np.int32), counts)
+    # Position of a token: its index in the flat batch, moved so that its sequence's first lands on `start`.
+    positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[rows]
+    return rows, positions, query_starts
+
+
+def _token_ids(advances: SequenceOf[Advance]) -> Int32Array:
     tokens: list[int] = []
     for advance in advances:
         tokens += advance.sequence.token_ids[advance.start : advance.end]
@@ -65,11 +75,11 @@ def _token_ids(advances: SequenceOf[Advance]) -> np.ndarray[tuple[int], np.dtype
 
 def _block_tables(advances: SequenceOf[Advance], num_groups: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int32]]:
     tables = [advance.sequence.table for advance in advances]
-    counts = np.array([table.count for table in tables], dtype=np.int32)
-    whole = np.zeros((num_groups, len(tables), counts.max()), dtype=np.int32)
-    if num_groups == 1 and whole.shape[2] <= _FEW_BLOCKS:
+    counts = [table.count for table in tables]
+    whole = np.zeros((num_groups, len(tables), max(counts)), dtype=np.int32)
+    if num_groups == 1 and len(tables) >= _MANY_ROWS and whole.shape[2] <= _FEW_BLOCKS:
         # Into the places that a mask leaves open: one copy for all rows.
-        whole[0, np.arange(whole.shape[2]) < counts[:, None]] = np.concatenate([table.blocks for table in tables])
+        whole[0, np.arange(whole.shape[2]) < np.array(counts)[:, None]] = np.concatenate([table.blocks for table in tables])
     else:
         for row, table in enumerate(tables):
             whole[:, row, : table.count] = table.rows

@@ -111,9 +111,9 @@ class CpuModel:
 
     def _room_for_logits(self, samples: int) -> torch.Tensor:
         """The same memory each time: pages that are new to the process cost a step of many sequences a thirtieth of its time."""
-        if samples > len(self._logits):
+        if samples > self._logits.shape[0]:
             self._logits = torch.empty((2 * samples, self.config.vocab_size), dtype=torch.float32)
-        return self._logits[:samples]
+        return self._logits.narrow(0, 0, samples)
 
     def _reserve(self, size_bytes: int) -> None:
         if size_bytes > self._workspace_bytes:

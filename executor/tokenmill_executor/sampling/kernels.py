@@ -43,19 +43,24 @@ class SamplingKernels:
         self._edit(rows, samples, eos_token_ids, records)
         width = max(0, min(int(records["top"].max()), rows.shape[1]))
         top_tokens, top_logprobs = np.empty((len(rows), width), np.int32), np.empty((len(rows), width), np.float32)
-        self._library.tm_sample(
-            records.ctypes.data,
-            len(rows),
-            rows.shape[1],
-            width,
-            top_tokens.ctypes.data,
-            top_logprobs.ctypes.data,
-            self._threads,
-            self._room(rows.shape[1]),
-        )
+        self._fill_in(records, rows.shape[1], width, top_tokens.ctypes.data, top_logprobs.ctypes.data)
         asked = [row for row, sample in enumerate(samples) if sample.params.logprobs is not None]
         logprobs = {row: _logprobs(records[row], top_tokens[row], top_logprobs[row]) for row in asked}
         return Choices(records["largest"].tolist(), records["token"].tolist(), logprobs)
+
+    def choose_largest(self, logits: torch.Tensor) -> Choices:
+        """As `choose`, where all samples are plain: there is nothing to ask of any of them."""
+        rows = logits if logits.stride(1) == 1 else logits.contiguous()
+        records = np.zeros(len(rows), library.SAMPLE_ROW)
+        records["logits"] = _pointers(rows)
+        records["top"] = -1
+        self._fill_in(records, rows.shape[1])
+        return Choices(records["largest"].tolist(), records["token"].tolist(), {})
+
+    def _fill_in(self, records: Records, vocab_size: int, width: int = 0, top_tokens: int = 0, top_logprobs: int = 0) -> None:
+        """Addresses of [rows, width] arrays, which are not touched where the width is 0."""
+        room = self._room(vocab_size)
+        self._library.tm_sample(records.ctypes.data, len(records), vocab_size, width, top_tokens, top_logprobs, self._threads, room)
 
     def _edit(
         self, logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...], records: Records

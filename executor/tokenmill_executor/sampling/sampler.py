@@ -1,8 +1,7 @@
 """Chooses the tokens of one step: edits, log probabilities, temperature, truncation, draw.
 
 In the order of vLLM: logit bias, penalties, min_tokens; log probabilities of what that leaves; temperature, top-k, top-p, min-p.
-Where all rows are greedy and ask for nothing else they cost one argmax over all of them. Else the C++ kernels choose, on a CPU that
-runs them; everywhere else torch does.
+The C++ kernels choose, on a CPU that runs them; everywhere else torch does.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ class Sampler:
         """[rows, vocab_size] float32, a row for each of `samples`. Does not change `logits`. Times are left 0."""
         if not samples:
             return StepOutput([])
-        if self._kernels is None or logits.device.type != "cpu" or all(map(is_plain, samples)):
+        if self._kernels is None or logits.device.type != "cpu":
             choices = tensors.choose(logits, samples, self._eos_token_ids)
+        elif all(map(is_plain, samples)):
+            choices = self._kernels.choose_largest(logits)
         else:
             choices = self._kernels.choose(logits, samples, self._eos_token_ids)
         errors = {row: _fault(samples[row], value) for row, value in enumerate(choices.largest) if not math.isfinite(value)}

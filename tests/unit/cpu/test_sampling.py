@@ -153,6 +153,18 @@ def test_a_row_that_is_not_a_number_fails_alone(instruction_set: str, poison: fl
     assert all(0 <= token < 300 for token in found.token_ids)
 
 
+@pytest.mark.parametrize("kind", ["random", "ties", "all tie", "masked"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_plain_greedy_rows_take_their_first_largest(instruction_set: str, kind: str, rows: int) -> None:
+    samples = [sampling(seed, temperature=0.0) for seed in range(rows)]
+    # Rows that do not lie side by side, as those of a larger result.
+    logits = rows_of(kind, rows, 1000)[:, :777]
+    logits[-1, 300] = torch.nan
+    found = kernels(instruction_set).sample(logits, samples)
+    assert found.token_ids[:-1] == logits.numpy().argmax(-1).tolist()[:-1]
+    assert list(found.errors) == [rows - 1]
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.5}])
 def test_a_row_whose_every_token_is_ruled_out_says_so(instruction_set: str, params: dict[str, Any]) -> None:
     masked = sampling(0, min_tokens=9, stop_token_ids=tuple(range(40)), **params)
