@@ -60,8 +60,8 @@ class ServiceCost:
     prefill_lead: float = 0.0
     link_s: float = 0.0002
 
-    def lead_of(self, step_s: float, has_prefill: bool) -> float:
-        return max(self.lead_s, self.prefill_lead * step_s) if has_prefill else self.lead_s
+    def lead_of(self, step_s: float, prefills: bool) -> float:
+        return max(self.lead_s, self.prefill_lead * step_s) if prefills else self.lead_s
 
 
 UNMEASURED = ServiceCost()

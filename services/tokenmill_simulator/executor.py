@@ -180,6 +180,11 @@ class ModelExecutor:
                 del self._filling[sequence_id]
 
 
+def has_prefill(plan: Plan) -> bool:
+    """Whether it has any sequence compute more than a token in a step."""
+    return plan.max_steps == 1 and sum(plan.advance_max_tokens) > len(plan.advance_max_tokens)
+
+
 def step_load(start: Ints, counts: Ints) -> StepLoad:
     """Of rows that compute so many tokens each, after so many others. A row of one token is a decode; longer ones are prefill."""
     decodes = counts == 1

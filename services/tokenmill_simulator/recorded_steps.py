@@ -13,7 +13,7 @@ import numpy as np
 from tokenmill_scheduler.core.records import Plan, Result
 
 from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepLoad
-from tokenmill_simulator.executor import Ints, step_load
+from tokenmill_simulator.executor import Ints, has_prefill, step_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class RecordedSteps:
         for sequence_id in out.plan.release:
             self._computed.pop(sequence_id, None)
         step_s = result.times.steps_s / result.num_steps
-        prefills = out.plan.max_steps == 1 and sum(out.plan.advance_max_tokens) > len(out.plan.advance_max_tokens)
+        prefills = has_prefill(out.plan)
         self._ahead = _Done(step_s, prefills, cut=result.num_steps < out.plan.max_steps)
         self.decode_steps += 0 if prefills else result.num_steps
         for number in range(result.num_steps if step_s and len(computed) else 0):

@@ -31,7 +31,7 @@ from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
 from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepCost
 from tokenmill_simulator.entrance import Admittance, Entrance, Refusals
-from tokenmill_simulator.executor import ModelExecutor
+from tokenmill_simulator.executor import ModelExecutor, has_prefill
 from tokenmill_simulator.requests import SimulatedRequest
 
 EVERYBODY = Admittance()
@@ -80,7 +80,7 @@ class _Drive:
         result, seconds = self.executor.step(plan)
         start_s = max(self._end_s, now_s + self.service.link_s)
         self._end_s = start_s + seconds
-        self._lead_s = self.service.lead_of(seconds, has_prefill=sum(plan.advance_max_tokens) > len(plan.advance_max_tokens))
+        self._lead_s = self.service.lead_of(seconds, has_prefill(plan))
         self.plans_out += 1
         return start_s, self._end_s, result
 
