@@ -10,8 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from copy import copy
 from itertools import count
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -22,8 +24,11 @@ from tokenmill_client.transport import Transport
 
 # Far below what a server takes on one stream; one more is opened beyond it.
 MAX_LINES = 1_024
-# A line that nobody reads is paused when so many events wait, and goes on when half of them are read.
-_PAUSE_AT = 64
+# A larger request has a call of its own: it would keep the others waiting, and one that a server finds too large ends its call.
+_MAX_SHARED_BYTES = 1 << 20
+# A line that nobody reads is paused when so much waits, and goes on when half of it is read.
+_PAUSE_EVENTS = 64
+_PAUSE_BYTES = 1 << 20
 
 Request = pb.GenerateRequest | pb.AttachRequest
 END: object = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
@@ -46,9 +51,15 @@ class Multiplexer:
         # Addresses of servers that have no such calls.
         self._without: set[str] = set()
 
+    def __del__(self) -> None:
+        # As gRPC closes a channel that nobody holds any more. Streams hold their client, so none is open.
+        for exchanges in self._exchanges.values():
+            for one in exchanges:
+                one.drop()
+
     def open(self, request: Request, timeout_s: float | None) -> StreamCall:
         address = self._transport.current
-        if address in self._without:
+        if address in self._without or request.ByteSize() > _MAX_SHARED_BYTES:
             return self._alone(request, timeout_s)
         return _Line(self._exchange(address), request, timeout_s, lambda left_s: self._fall_back(address, request, left_s))
 
@@ -57,10 +68,12 @@ class Multiplexer:
         await asyncio.gather(*[one.close() for exchanges in self._exchanges.values() for one in exchanges])
 
     def _exchange(self, address: str) -> _Exchange:
-        """One with room, of those that are open or new."""
+        """The first with room, of those that are open or new."""
         exchanges = self._exchanges[address] = [one for one in self._exchanges.get(address, ()) if not one.is_over]
-        if not exchanges or not exchanges[-1].has_room:
-            exchanges.append(_Exchange(self._transport))
+        for exchange in exchanges:
+            if exchange.has_room:
+                return exchange
+        exchanges.append(_Exchange(self._transport))
         return exchanges[-1]
 
     def _fall_back(self, address: str, request: Request, timeout_s: float | None) -> StreamCall:
@@ -75,11 +88,12 @@ class Multiplexer:
 
 
 class _Exchange:
-    """One Multiplex call and its lines."""
+    """One Multiplex call and its lines, which live as long as somebody holds them."""
 
     def __init__(self, transport: Transport) -> None:
         self.is_over = False
-        self._lines: dict[int, _Line] = {}
+        self._loop = asyncio.get_running_loop()
+        self._lines: WeakValueDictionary[int, _Line] = WeakValueDictionary()
         self._numbers = count(1)
         self._outgoing: deque[pb.MultiplexRequest] = deque()
         stub = InferenceServiceStub(transport.channel)
@@ -106,13 +120,28 @@ class _Exchange:
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
 
+    def drop(self) -> None:
+        """Closes it soon."""
+        if not self.is_over:
+            self._soon(self._call.cancel)
+
+    def drop_line(self, number: int) -> None:
+        """Leaves it soon."""
+        self._soon(self.leave, number)
+
     async def close(self) -> None:
         self._call.cancel()
         await asyncio.gather(self._reading, *[self._sending] if self._sending else (), return_exceptions=True)
 
     def leave(self, number: int) -> None:
-        if self._lines.pop(number, None) is not None:
+        self._lines.pop(number, None)
+        if not self.is_over:
             self.send(pb.MultiplexRequest(call=number, leave=pb.MultiplexRequest.Leave()))
+
+    def _soon(self, act: Callable[..., object], *arguments: object) -> None:
+        """From any thread, since the garbage collector runs in any."""
+        with suppress(RuntimeError):  # the loop is closed, and all that was open with it
+            self._loop.call_soon_threadsafe(act, *arguments)
 
     async def _send(self) -> None:
         # One after the other: gRPC takes no second message while one is under way. What goes wrong shows where the call is read.
@@ -134,7 +163,8 @@ class _Exchange:
         finally:
             self.is_over = True
             for line in self._lines.values():
-                line.fail(failure)
+                # To each its own: what is raised holds on to where it was.
+                line.fail(copy(failure))
             self._lines.clear()
 
     def _arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
@@ -142,27 +172,33 @@ class _Exchange:
         if line is None:
             return  # it was left while this was under way
         line.arrived(event)
-        if event.WhichOneof("what") == "status":
+        if line.is_over:
             del self._lines[event.call]
 
 
 class _Line:
-    """One stream's part of an exchange: a `StreamCall`."""
+    """One stream's part of an exchange: a `StreamCall`. As a gRPC call does, it ends when nobody holds it any more."""
 
     def __init__(
         self, exchange: _Exchange, request: Request, timeout_s: float | None, fall_back: Callable[[float | None], StreamCall]
     ) -> None:
         """`fall_back` opens a call of its own, with the seconds left, where the server has no others."""
         loop = asyncio.get_running_loop()
+        self.is_over = False
         self._deadline_s = None if timeout_s is None else loop.time() + timeout_s
         self._fall_back = fall_back
         self._alone: StreamCall | None = None
         self._exchange = exchange
         self._events: deque[pb.MultiplexResponse.CallEvent] = deque()
+        self._waiting_bytes = 0
         self._came = asyncio.Event()
         self._failure: BaseException | None = None
         self._is_known = self._is_paused = False
         self._number = exchange.open(self, request)
+
+    def __del__(self) -> None:
+        if not self.is_over:
+            self._exchange.drop_line(self._number)
 
     async def read(self) -> object:
         """Raises grpc.aio.AioRpcError."""
@@ -181,32 +217,44 @@ class _Line:
     def cancel(self) -> bool:
         if self._alone is not None:
             return self._alone.cancel()
+        if self.is_over:
+            return False
         self._exchange.leave(self._number)
+        self._events.clear()
+        # Whoever waits in a read hears of it.
+        self.fail(asyncio.CancelledError())
         return True
 
     def arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
         self._is_known = True
+        self.is_over = event.WhichOneof("what") == "status"
         self._events.append(event)
-        if len(self._events) == _PAUSE_AT and not self._is_paused:
+        self._waiting_bytes += event.ByteSize()
+        if not self._is_paused and not self.is_over and self._waits_for(_PAUSE_EVENTS, _PAUSE_BYTES):
             self._is_paused = True
             self._exchange.send(pb.MultiplexRequest(call=self._number, pause=pb.MultiplexRequest.Pause()))
         self._came.set()
 
     def fail(self, failure: BaseException) -> None:
+        self.is_over = True
         self._failure = failure
         self._came.set()
 
+    def _waits_for(self, num_events: int, size_bytes: int) -> bool:
+        return len(self._events) >= num_events or self._waiting_bytes >= size_bytes
+
     def _next(self) -> object:
-        event = self._events.popleft()
-        if self._is_paused and len(self._events) <= _PAUSE_AT // 2:
+        event = self._events[0]
+        if event.WhichOneof("what") == "status" and not event.status:
+            # It stays: whoever reads on is told again.
+            return END
+        self._events.popleft()
+        self._waiting_bytes -= event.ByteSize()
+        if self._is_paused and not self.is_over and not self._waits_for(_PAUSE_EVENTS // 2, _PAUSE_BYTES // 2):
             self._is_paused = False
             self._exchange.send(pb.MultiplexRequest(call=self._number, resume=pb.MultiplexRequest.Resume()))
         if event.WhichOneof("what") != "status":
             return event
-        if not event.status:
-            # Whoever reads on is told again.
-            self._events.append(event)
-            return END
         status = Status.FromString(event.status)
         self._failure = _rpc_error(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message, event.status)
         raise self._failure

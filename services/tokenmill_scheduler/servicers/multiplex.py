@@ -21,8 +21,8 @@ from tokenmill_scheduler.desk import QueueFull, Unavailable
 from tokenmill_scheduler.intake import InvalidArgument
 
 MAX_CALLS = 4_096
-# A message that has come to this size is complete: far below what clients take, and far above what a commit brings.
-_FULL_BYTES = 1 << 20
+# A message that has come to this size is complete: with its last event far below what clients take, and above what a commit brings.
+_FULL_BYTES = 1 << 18
 
 CallEvent = pb.MultiplexResponse.CallEvent
 # The events of a call, made in place by what makes new ones.
@@ -43,6 +43,7 @@ class Outbox:
         self._closed = False
         self._filled = asyncio.Event()
         self._sent = asyncio.Event()
+        self._advanced = asyncio.Event()
 
     def add(self, call: int) -> CallEvent:
         self._incomplete = True
@@ -53,8 +54,12 @@ class Outbox:
         self._complete(event)
         if self._sending:
             await self._sent.wait()
+        await self.has_room()
+
+    async def has_room(self) -> None:
+        """Returns when no message waits behind the one that is under way. Those who wait have their turns in order."""
         while self._sealed:
-            await self._sent.wait()
+            await self._advanced.wait()
 
     def end(self, call: int, status: Status | None) -> None:
         """The last of a call. `status` says why it failed; what it was just filling in is dropped."""
@@ -76,9 +81,10 @@ class Outbox:
                 self._sending = True
                 yield message
                 self._sending = False
-                # Wakes those who wait now and stays clear.
-                self._sent.set()
-                self._sent.clear()
+                # Wakes those who wait now, the longest first, and stays clear.
+                for event in (self._advanced, self._sent):
+                    event.set()
+                    event.clear()
             if self._closed:
                 return
 
@@ -161,6 +167,8 @@ class Multiplexed:
     async def _read(self, requests: AsyncIterator[pb.MultiplexRequest]) -> None:
         async for request in requests:
             self._handle(request)
+            # What fails at once brings its end only: who reads no answers could have any number of those waiting.
+            await self._outbox.has_room()
         await self._idle.wait()
 
     def _handle(self, request: pb.MultiplexRequest) -> None:
@@ -172,7 +180,7 @@ class Multiplexed:
             if call is not None:
                 raise InvalidArgument.of("call", f"{request.call} is open already: give each call a number of its own")
             self._open(request)
-        elif call is not None:  # else it has ended meanwhile
+        elif call is not None and self._closing is None:  # else it has ended meanwhile, or is about to
             call.heed(action)
 
     def _open(self, request: pb.MultiplexRequest) -> None:

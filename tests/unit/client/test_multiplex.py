@@ -6,7 +6,8 @@ The server's part is the real servicer, over a fake desk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tokenmill_client import AsyncClient, RetryPolicy
-from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, StreamLost, Unavailable
 from tokenmill_client.multiplex import MAX_LINES
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.intake import Intake
@@ -27,26 +28,44 @@ from tests.fakes.desk import FakeDesk
 from tests.unit.servicers.conftest import served_model
 
 Action = str
+# What a server takes in one message, unless told otherwise.
+GRPC_LIMIT_BYTES = 4 << 20
 
 
 class Listening(InferenceServicer):
-    """Remembers what clients ask of it by Multiplex, and how many such calls there were."""
+    """Remembers what clients ask of it by Multiplex, how many such calls there were, and counts the events that it told."""
 
     def __init__(self, desk: FakeDesk) -> None:
         super().__init__(desk, Intake(desk))
         self.heard: list[tuple[Action, int]] = []
         self.exchanges = 0
+        self.open_exchanges = 0
+        self.told = 0
+        self._changed = asyncio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Returns once something holds of what it remembers."""
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
 
     async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> AsyncIterator[pb.MultiplexResponse]:  # type: ignore[override]  # noqa: N802
         self.exchanges += 1
+        self.open_exchanges += 1
 
         async def heard() -> AsyncIterator[pb.MultiplexRequest]:
             async for request in requests:
                 self.heard.append((request.WhichOneof("action") or "", request.call))
+                self._changed.set()
                 yield request
 
-        async for response in super().Multiplex(heard(), context):
-            yield response
+        try:
+            async for response in super().Multiplex(heard(), context):
+                self.told += len(response.events)
+                yield response
+        finally:
+            self.open_exchanges -= 1
+            self._changed.set()
 
 
 class Older(Listening):
@@ -200,3 +219,84 @@ async def test_closing_the_client_cancels_what_is_open(site: Site) -> None:
     with pytest.raises(asyncio.CancelledError):
         await reading
     await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
+
+
+async def test_a_closed_stream_ends_whoever_waits_in_its_read(client: AsyncClient, site: Site) -> None:
+    stream = await opened(client, site, "a")
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await stream.aclose()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
+
+
+async def test_c13_a_stream_that_nobody_holds_is_left(client: AsyncClient, site: Site) -> None:
+    """As in `async for delta in client.generate(...): break`; gRPC does so with a call of its own."""
+    stream = await opened(client, site, "a")
+    del stream
+    gc.collect()
+    await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
+    assert site.servicer.heard[-1] == ("leave", 1)
+
+
+async def test_the_garbage_collector_may_run_in_any_thread(client: AsyncClient, site: Site) -> None:
+    held = [await opened(client, site, "a")]
+    await asyncio.to_thread(held.clear)
+    await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
+
+
+async def test_a_client_that_nobody_holds_leaves_no_call_open(site: Site) -> None:
+    client = AsyncClient(site.address)
+    stream = await opened(client, site, "a")
+    site.desk.produce("a", 7)
+    await stream.result()
+    del stream, client
+    gc.collect()
+    await site.servicer.until(lambda: not site.servicer.open_exchanges)
+
+
+async def test_calls_with_room_are_filled_before_another_is_opened(
+    client: AsyncClient, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill_client.multiplex.MAX_LINES", 2)
+    for turn in range(4):
+        streams = [await opened(client, site, f"r{turn}{number}") for number in range(3)]
+        for number, stream in enumerate(streams):
+            site.desk.produce(f"r{turn}{number}", 7)
+            await stream.result()
+    assert site.servicer.exchanges == 2
+
+
+async def test_c57_what_is_too_large_for_the_server_fails_alone(client: AsyncClient, site: Site) -> None:
+    stream = await opened(client, site, "a")
+    with pytest.raises(ResourceExhausted):
+        await client.generate("x" * GRPC_LIMIT_BYTES).result()
+    site.desk.produce("a", 7)
+    assert len((await stream.result()).token_ids) == 8
+
+
+async def test_one_that_nobody_reads_is_paused_by_the_size_of_what_waits(client: AsyncClient, site: Site) -> None:
+    """A long output with log probabilities, attached to late, comes in few large events."""
+    site.desk.served["tiny"] = served_model(max_model_len=20_100, pool_tokens=20_100)
+    await client.submit(token_ids=[5, 6, 7], request_id="a", max_tokens=20_000, logprobs=20)
+    site.desk.produce("a", 20_000)
+    stream = client.attach("a")
+    await anext(stream)
+    await site.servicer.until(lambda: ("pause", 1) in site.servicer.heard)
+    assert site.servicer.told <= 8, "accepted and some of ten deltas"
+    output = await stream.result()
+    assert [entry.logprob for entry in output.logprobs] == [-0.5 * index for index in range(20_000)]
+    assert site.servicer.heard[:3] == [("attach", 1), ("pause", 1), ("resume", 1)]
+
+
+async def test_each_stream_has_an_error_of_its_own(client: AsyncClient, site: Site) -> None:
+    """One that is raised in many tasks would hold on to all their frames."""
+    lost = AsyncClient(site.address, retry=RetryPolicy(call_limit_s=0, attach_limit_s=0))
+    streams = [await opened(lost, site, f"r{number}", detached=True) for number in range(3)]
+    await site.stop()
+    errors = await asyncio.gather(*[stream.result() for stream in streams], return_exceptions=True)
+    assert all(isinstance(error, StreamLost) for error in errors)
+    assert len({id(error.__cause__.__cause__) for error in errors if isinstance(error, StreamLost) and error.__cause__}) == 3
+    await site.start()
+    await lost.close()

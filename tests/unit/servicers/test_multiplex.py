@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -16,11 +16,11 @@ from tokenmill.inference.v1.types_pb2 import SamplingParams
 from tokenmill_scheduler.access import Access, Identity
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.desk import Unavailable
-from tokenmill_scheduler.intake import Intake
+from tokenmill_scheduler.intake import Intake, InvalidArgument
 from tokenmill_scheduler.servicers.auth import AuthInterceptor
-from tokenmill_scheduler.servicers.errors import ErrorInterceptor
+from tokenmill_scheduler.servicers.errors import ErrorInterceptor, told_of
 from tokenmill_scheduler.servicers.inference import InferenceServicer
-from tokenmill_scheduler.servicers.multiplex import MAX_CALLS, Outbox
+from tokenmill_scheduler.servicers.multiplex import Multiplexed, Outbox
 from tokenmill_scheduler.tenants import TenantLimits
 
 from tests.fakes.desk import FakeDesk
@@ -178,18 +178,20 @@ async def test_what_cannot_be_decoded_ends_the_stream(served: Served) -> None:
     assert list(violations(await refusal(call.read()))) == ["message"]
 
 
-async def test_more_calls_than_a_stream_carries_are_refused_alone(served: Served) -> None:
+async def test_more_calls_than_a_stream_carries_are_refused_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 20
+    monkeypatch.setattr("tokenmill_scheduler.servicers.multiplex.MAX_CALLS", most)
     exchange = Exchange(served.inference)
-    await exchange.send(*[generate(number, request_id=f"r{number}") for number in range(MAX_CALLS + 1)])
-    await exchange.until_over(MAX_CALLS)
-    status = exchange.status(MAX_CALLS)
+    await exchange.send(*[generate(number, request_id=f"r{number}") for number in range(most + 1)])
+    await exchange.until_over(most)
+    status = exchange.status(most)
     assert status is not None
     assert status.code == code_pb2.RESOURCE_EXHAUSTED
-    await exchange.until_accepted(*range(MAX_CALLS))
+    await exchange.until_accepted(*range(most))
     await exchange.send(leave(0))
     await served.desk.until(lambda: served.desk.entries["r0"].state is State.CANCELLED)
-    await exchange.send(generate(MAX_CALLS + 1, request_id="last"))
-    await exchange.until_accepted(MAX_CALLS + 1)
+    await exchange.send(generate(most + 1, request_id="last"))
+    await exchange.until_accepted(most + 1)
     exchange.call.cancel()
     await served.desk.until(lambda: served.desk.open_streams == 0)
 
@@ -208,6 +210,22 @@ async def test_c45_shutdown_ends_the_calls_each_with_its_reason_and_then_the_str
         assert status is not None
         assert status.code == code_pb2.UNAVAILABLE
     assert (await refusal(exchange.call.read())).code() is grpc.StatusCode.UNAVAILABLE
+    await closing
+
+
+async def test_c45_a_pause_that_comes_during_shutdown_keeps_nobody_waiting(served: Served) -> None:
+    exchange = Exchange(served.inference)
+    await exchange.send(generate(1, request_id="a"))
+    await exchange.until_accepted(1)
+    closing = asyncio.create_task(served.servicer.close_streams(Unavailable("the scheduler is shutting down", 2.0)))
+    # The second is refused, so the first is heard by then.
+    await exchange.send(Request(call=1, pause=Request.Pause()), generate(2, request_id="not an id"))
+    await exchange.until_over(2)
+    served.desk.produce("a", 1)
+    while not exchange.tokens(1):
+        await exchange.read()
+    served.desk.shut_down()
+    await exchange.until_over(1)
     await closing
 
 
@@ -268,6 +286,12 @@ async def serve(desk: FakeDesk, folder: Any, access: Access, refused: list[str])
 # ---- the outbox ----------------------------------------------------------------------------------------------------------------
 
 
+async def turns(count: int) -> None:
+    """Lets all that can run do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def fill(event: CallEvent, size: int = 1) -> CallEvent:
     event.event.delta.text = "x" * size
     return event
@@ -288,13 +312,11 @@ async def test_a_call_brings_one_event_a_message_while_the_client_is_slow() -> N
     messages = outbox.messages()
     assert len((await anext(messages)).events) == 1
     task = asyncio.create_task(bring())
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await turns(100)
     assert brought == 0, "the first message is still under way"
     for _ in range(5):
         assert [event.call for event in (await anext(messages)).events] == [1]
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await turns(100)
     assert brought <= 5
     task.cancel()
 
@@ -303,7 +325,7 @@ async def test_messages_are_complete_at_a_size() -> None:
     outbox = Outbox()
 
     async def bring(call: int) -> None:
-        await outbox.added(fill(outbox.add(call), 400_000))
+        await outbox.added(fill(outbox.add(call), 100_000))
 
     adding = [asyncio.create_task(bring(number)) for number in range(10)]
     await asyncio.sleep(0)
@@ -321,3 +343,46 @@ async def test_what_a_call_was_filling_in_when_it_failed_is_dropped() -> None:
     outbox.close()
     (message,) = [message async for message in outbox.messages()]
     assert [(event.call, event.WhichOneof("what")) for event in message.events] == [(1, "event"), (2, "status")]
+
+
+async def test_a_small_call_has_its_turn_among_large_ones() -> None:
+    outbox = Outbox()
+
+    async def bring(call: int, size: int) -> None:
+        while True:
+            await outbox.added(fill(outbox.add(call), size))
+
+    tasks = [asyncio.create_task(bring(call, size)) for call, size in [(1, 300_000), (2, 300_000), (3, 300_000), (4, 10)]]
+    messages = outbox.messages()
+    calls: list[int] = []
+    for _ in range(24):
+        calls += [event.call for event in (await anext(messages)).events]
+        await turns(10)
+    assert min(calls.count(call) for call in (1, 2, 3, 4)) >= 5
+    for task in tasks:
+        task.cancel()
+
+
+# ---- without gRPC --------------------------------------------------------------------------------------------------------------
+
+
+async def refuse(request: Request, new: Callable[[], CallEvent]) -> AsyncGenerator[CallEvent, None]:
+    raise InvalidArgument.of("request", "x" * 200)
+    yield new()
+
+
+async def test_who_sends_much_and_reads_nothing_fills_no_memory() -> None:
+    heard = 0
+
+    async def requests() -> AsyncGenerator[Request, None]:
+        nonlocal heard
+        while True:
+            heard += 1
+            yield Request(call=heard, generate=pb.GenerateRequest())
+            await asyncio.sleep(0)
+
+    responses = Multiplexed(refuse, lambda error, request, told: told_of(error, "Generate")).run(requests())
+    await anext(responses)
+    await turns(5_000)
+    assert heard < 2_500
+    await responses.aclose()
