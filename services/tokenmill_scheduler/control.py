@@ -54,7 +54,6 @@ class Control:
             self._check_open()
             self.carry_out(command)
             await self.durable()
-            self._check_changed(found, command)
             return found.state, False
         after = await self._ask(found, command)
         return after.state, after.state in TERMINAL and after.state is not State.CANCELLED

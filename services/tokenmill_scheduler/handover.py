@@ -52,7 +52,8 @@ class Handovers:
         self._known: tuple[KnownExecutor, ...] = ()
         # Counts executors that have gone to other schedulers: a look that was begun before does not know of it.
         self._given = 0
-        self._under_way: set[asyncio.Future[None]] = set()
+        # So that they are not lost to the garbage collector.
+        self._taking_back: set[asyncio.Task[None]] = set()
         self._taking = asyncio.Lock()
 
     def open(self, lease: Lease) -> None:
@@ -95,30 +96,19 @@ class Handovers:
         for executor, request_ids in self._loop.scheduler.strays(self._patience_s).items():
             losses = tuple([self._loop.scheduler.losses(request_id) for request_id in request_ids])
             self._loop.hand_over(request_ids)
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._under_way.add(done)
             handover = Handover(executor, request_ids, losses)
-            self._writer.append([handover], partial(self._handed_over, handover, done))
+            self._writer.append([handover], partial(self._handed_over, handover))
 
-    def _handed_over(self, handover: Handover, done: asyncio.Future[None], outcomes: list[Outcome]) -> None:
+    def _handed_over(self, handover: Handover, outcomes: list[Outcome]) -> None:
         request_ids = handover.request_ids
         self._loop.forget(request_ids, Unavailable("another scheduler has this request now; attach again", ATTACH_DELAY_S))
         if outcomes == [Outcome.WRITTEN]:
             log.info("requests handed over", executor=handover.executor, requests=len(request_ids))
-            self._settled(done)
         else:
             # That scheduler has fallen meanwhile.
             task = asyncio.create_task(self._take_back(dict(zip(request_ids, handover.losses, strict=True))))
-            task.add_done_callback(lambda _: self._settled(done))
-
-    def _settled(self, done: asyncio.Future[None]) -> None:
-        self._under_way.discard(done)
-        done.set_result(None)
-
-    async def settled(self) -> None:
-        """Returns once it is known of all that was given away until now whether it is another's."""
-        if self._under_way:
-            await asyncio.wait(self._under_way)
+            self._taking_back.add(task)
+            task.add_done_callback(self._taking_back.discard)
 
     # ---- taking ----------------------------------------------------------------------------------------------------------------
 

@@ -229,8 +229,6 @@ class Service:
     async def obey(self, commands: Sequence[Command]) -> None:
         """What other schedulers ask of this one; of requests that have ended, nothing. Raises Unavailable."""
         self.check_open()
-        # Whoever asks looks at the ledger then: what is on its way is to be there.
-        await self.handovers.settled()
         await self.handovers.take({c.request_id: c.losses for c in commands if c.verb is Verb.TAKE})
         for command in commands:
             match command.verb:

@@ -74,6 +74,10 @@ async def lose(shell: Shell) -> None:
     await settle()
 
 
+async def is_live(shell: Shell, request_id: str) -> bool:
+    return shell.loop.live.runs(request_id)
+
+
 def gone(shell: Shell) -> None:
     """It is found that another scheduler drives the executor."""
     shell.service.handovers.executor_gone(shell.executor.facts.description)
@@ -128,16 +132,31 @@ async def test_where_nobody_drives_the_executor_any_more_its_requests_stay_and_g
     await lose(mine)
     gone(mine)
 
-    async def is_back() -> bool:
-        return mine.loop.live.runs("a") and mine.loop.why_waits("a") is not None
-
-    await eventually(is_back)
+    await eventually(lambda: is_live(mine, "a"))
+    assert mine.loop.why_waits("a") is not None
     await mine.join(epoch=2)
     attachment = await mine.service.attach("a", 0)
     await mine.run_out()
     items = [item async for item in attachment.chunks]
     tokens = tuple(token for item in items if isinstance(item, Chunk) for token in item.token_ids)
     assert tokens == output_of(request("a", max_tokens=6))
+
+
+async def test_an_executor_that_nobody_drives_any_more_is_forgotten_at_the_next_look() -> None:
+    """Else its requests would be given away again and again. All that others have is known before and after."""
+    ledger = MemoryLedger()
+    (mine, _), (_, lease) = start(ledger, "mine"), start(ledger, "other")
+    tiny = PlayedExecutor("tiny", total_blocks=2)
+    ledger.claim_executor(lease, "tiny", "there", inherited=False, at_least=0)
+    ledger.tell_executors(lease, [tiny.facts.description])
+    await mine.join()
+    await mine.service.handovers.look()
+    await mine.submit(replace(request("long"), prompt=tuple(range(20))))
+    await lose(mine)
+    gone(mine)
+    await eventually(lambda: is_live(mine, "long"))
+    await mine.service.handovers.look()
+    assert mine.loop.live.runs("long")
 
 
 async def test_a_request_that_becomes_durable_after_its_only_executor_has_gone_goes_after_it() -> None:
