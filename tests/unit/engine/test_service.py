@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_executor.blocks import BlockPool, BlockTable
 from tokenmill_executor.runner import Batch, BlockGroup, StepOutput
-from tokenmill_executor.server import SERVICE_NAME
+from tokenmill_executor.server import SERVICE_NAME, collector_paused
 
 from tests.fakes.runner import POISON, OracleRunner
 from tests.unit.engine.conftest import Service, Start
@@ -419,6 +420,14 @@ async def test_who_gives_time_is_described_the_executor_as_soon_as_it_is_loaded(
     assert not describing.done()
     await service.server.load()
     assert (await describing).num_blocks > 0
+
+
+def test_the_collector_runs_again_after_loading() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
 
 
 async def test_reflection_lists_the_service(start: Start) -> None:
