@@ -35,6 +35,8 @@ class SamplingKernels:
         self._library = library.load(instruction_set or library.best_instruction_set(library.processor_flags()) or "")
         self._workspace = np.empty(0, np.uint8)
         self._edited = torch.empty((0, 0))
+        self._plain: Records = np.zeros(0, library.SAMPLE_ROW)
+        self._plain_place = (0, 0, 0)  # of the rows that these point at: address, count, stride
 
     def choose(self, logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...]) -> Choices:
         """[rows, vocab_size] float32, which stay as they are."""
@@ -49,13 +51,19 @@ class SamplingKernels:
         return Choices(records["largest"].tolist(), records["token"].tolist(), logprobs)
 
     def choose_largest(self, logits: torch.Tensor) -> Choices:
-        """As `choose`, where all samples are plain: there is nothing to ask of any of them."""
+        """As `choose`, where all samples are plain: there is nothing to ask of any of them.
+
+        After a step of the model none of this code is in the processor's caches: what is the same the next time is kept.
+        """
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
-        records = np.zeros(len(rows), library.SAMPLE_ROW)
-        records["logits"] = _pointers(rows)
-        records["top"] = -1
-        self._fill_in(records, rows.shape[1])
-        return Choices(records["largest"].tolist(), records["token"].tolist(), {})
+        place = (rows.data_ptr(), rows.shape[0], rows.stride(0))
+        if place != self._plain_place:
+            self._plain = np.zeros(len(rows), library.SAMPLE_ROW)
+            self._plain["logits"] = _pointers(rows)
+            self._plain["top"] = -1
+            self._plain_place = place
+        self._fill_in(self._plain, rows.shape[1])
+        return Choices(self._plain["largest"].tolist(), self._plain["token"].tolist(), {})
 
     def _fill_in(self, records: Records, vocab_size: int, width: int = 0, top_tokens: int = 0, top_logprobs: int = 0) -> None:
         """Addresses of [rows, width] arrays, which are not touched where the width is 0."""
