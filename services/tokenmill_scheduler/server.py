@@ -171,8 +171,9 @@ class SchedulerServer:
         reason = Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S)
         self.service.close_streams(reason)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._inference.close_streams(reason), LAST_WORDS_S)
-        await self._server.stop(LAST_WORDS_S)
+            # gRPC alone would wait for a client that stands still, for 40 s.
+            last_words = asyncio.gather(self._inference.close_streams(reason), self._server.stop(LAST_WORDS_S))
+            await asyncio.wait_for(last_words, 2 * LAST_WORDS_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import subprocess
+import sys
 
 import pytest
 from tokenmill_client import (
@@ -217,3 +220,46 @@ async def test_a_waiting_request_is_given_priority(processes: Processes) -> None
         await asyncio.gather(running.result(), client.attach(first.request_id).result(), client.attach(second.request_id).result())
         ends = {info.request_id: info.finished_at async for info in client.admin.list_requests()}
         assert ends[second.request_id] < ends[first.request_id]  # type: ignore[operator]
+
+
+# Prints a line once its streams are open, and reads them.
+READER = """
+import asyncio, sys
+from tokenmill_client import AsyncClient
+
+async def main():
+    async with AsyncClient(sys.argv[1]) as client:
+        streams = [client.generate(token_ids=[65, index], max_tokens=8_000) for index in range(50)]
+        await asyncio.gather(*[anext(stream) for stream in streams])
+        print("open", flush=True)
+        await asyncio.gather(*[stream.result() for stream in streams])
+
+asyncio.run(main())
+"""
+
+
+async def test_c45_a_client_that_stands_still_keeps_no_scheduler_from_ending(processes: Processes) -> None:
+    """gRPC waits until such a connection is given up, for 40 s."""
+    executor = processes.executor("--num-gpu-blocks-override", "32768")
+    scheduler = processes.scheduler(executor.address)
+    command = [sys.executable, "-c", READER, scheduler.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:  # noqa: ASYNC220 (it is there in a millisecond)
+        try:
+            assert reader.stdout is not None
+            assert await asyncio.to_thread(reader.stdout.readline) == b"open\n"
+            reader.send_signal(signal.SIGSTOP)
+            await tokens_are_made(scheduler.address, 200_000)
+            assert await asyncio.to_thread(scheduler.stop) == 0
+        finally:
+            reader.kill()
+
+
+async def tokens_are_made(address: str, count: int) -> None:
+    """Returns when there are so many more than now."""
+    async with AsyncClient(address) as client:
+        begun = (await client.admin.get_load()).output_tokens
+
+        async def are_made() -> bool:
+            return (await client.admin.get_load()).output_tokens - begun >= count
+
+        await eventually(are_made)
