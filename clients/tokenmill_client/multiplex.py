@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from copy import copy
-from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -24,6 +23,8 @@ from tokenmill_client.transport import Transport
 
 # Far below what a server takes on one stream; one more is opened beyond it.
 MAX_LINES = 1_024
+# No number is given twice: the next call goes on where one has used them up.
+_LAST_NUMBER = (1 << 32) - 1
 # A larger request has a call of its own: it would keep the others waiting, and one that a server finds too large ends its call.
 _MAX_SHARED_BYTES = 1 << 20
 # A line that nobody reads is paused when so much waits, and goes on when half of it is read.
@@ -94,7 +95,7 @@ class _Exchange:
         self.is_over = False
         self._loop = asyncio.get_running_loop()
         self._lines: WeakValueDictionary[int, _Line] = WeakValueDictionary()
-        self._numbers = count(1)
+        self._last_number = 0
         self._outgoing: deque[pb.MultiplexRequest] = deque()
         stub = InferenceServiceStub(transport.channel)
         self._call = stub.Multiplex(None, metadata=transport.metadata)
@@ -103,11 +104,11 @@ class _Exchange:
 
     @property
     def has_room(self) -> bool:
-        return len(self._lines) < MAX_LINES
+        return len(self._lines) < MAX_LINES and self._last_number < _LAST_NUMBER
 
     def open(self, line: _Line, request: Request) -> int:
         """Returns the number of the line."""
-        number = next(self._numbers)
+        self._last_number = number = self._last_number + 1
         self._lines[number] = line
         if isinstance(request, pb.GenerateRequest):
             self.send(pb.MultiplexRequest(call=number, generate=request))

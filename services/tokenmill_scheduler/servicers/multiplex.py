@@ -42,6 +42,7 @@ class Outbox:
         self._sending = False
         self._closed = False
         self._filled = asyncio.Event()
+        # A message has gone out: for those who have just added something, and for those who have waited longer.
         self._sent = asyncio.Event()
         self._advanced = asyncio.Event()
 
@@ -82,9 +83,9 @@ class Outbox:
                 yield message
                 self._sending = False
                 # Wakes those who wait now, the longest first, and stays clear.
-                for event in (self._advanced, self._sent):
-                    event.set()
-                    event.clear()
+                for waited_for in (self._advanced, self._sent):
+                    waited_for.set()
+                    waited_for.clear()
             if self._closed:
                 return
 

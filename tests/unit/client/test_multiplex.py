@@ -268,6 +268,17 @@ async def test_calls_with_room_are_filled_before_another_is_opened(
     assert site.servicer.exchanges == 2
 
 
+async def test_a_call_whose_numbers_are_used_up_is_followed_by_another(
+    client: AsyncClient, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill_client.multiplex._LAST_NUMBER", 2)
+    streams = [await opened(client, site, f"r{number}") for number in range(3)]
+    for number, stream in enumerate(streams):
+        site.desk.produce(f"r{number}", 7)
+        assert list((await stream.result()).token_ids) == site.desk.entries[f"r{number}"].tokens
+    assert site.servicer.heard == [("generate", 1), ("generate", 2), ("generate", 1)]
+
+
 async def test_c57_what_is_too_large_for_the_server_fails_alone(client: AsyncClient, site: Site) -> None:
     stream = await opened(client, site, "a")
     with pytest.raises(ResourceExhausted):
@@ -300,3 +311,21 @@ async def test_each_stream_has_an_error_of_its_own(client: AsyncClient, site: Si
     assert len({id(error.__cause__.__cause__) for error in errors if isinstance(error, StreamLost) and error.__cause__}) == 3
     await site.start()
     await lost.close()
+
+
+async def test_c72_of_two_addresses_an_older_server_and_a_newer_take_over_from_each_other(site: Site, tmp_path: Path) -> None:
+    older = Site(site.desk, f"unix:{tmp_path}/older", Older(site.desk))
+    await older.start()
+    async with AsyncClient(f"{older.address},{site.address}", retry=RetryPolicy(first_delay_s=0.01)) as client:
+        stream = await opened(client, site, "a", detached=True)
+        result = asyncio.ensure_future(stream.result())
+        await older.stop()
+        await site.servicer.until(lambda: site.servicer.heard == [("attach", 1)])
+        await older.start()
+        await site.stop()
+        await site.desk.until(lambda: site.desk.open_streams == 1)
+        site.desk.produce("a", 7)
+        assert list((await result).token_ids) == site.desk.entries["a"].tokens
+    assert older.servicer.exchanges == 1
+    await older.stop()
+    await site.start()

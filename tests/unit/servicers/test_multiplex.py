@@ -153,7 +153,10 @@ async def test_its_end_of_requests_lets_the_calls_end_first(served: Served) -> N
     await exchange.send(generate(1, request_id="a"))
     await exchange.until_accepted(1)
     await exchange.call.done_writing()
-    served.desk.produce("a", 8)
+    for count in range(1, 9):
+        served.desk.produce("a", 1)
+        while len(exchange.tokens(1)) < count:
+            await exchange.read()
     while await exchange.read() is not None:
         pass
     assert exchange.status(1) == Status()
