@@ -170,11 +170,8 @@ class _Exchange:
 
     def _arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
         line = self._lines.get(event.call)
-        if line is None:
-            return  # it was left while this was under way
-        line.arrived(event)
-        if line.is_over:
-            del self._lines[event.call]
+        if line is not None:  # else it was left while this was under way
+            line.arrived(event)
 
 
 class _Line:
@@ -190,7 +187,8 @@ class _Line:
         self._fall_back = fall_back
         self._alone: StreamCall | None = None
         self._exchange = exchange
-        self._events: deque[pb.MultiplexResponse.CallEvent] = deque()
+        # With the bytes of each.
+        self._events: deque[tuple[pb.MultiplexResponse.CallEvent, int]] = deque()
         self._waiting_bytes = 0
         self._came = asyncio.Event()
         self._failure: BaseException | None = None
@@ -221,7 +219,6 @@ class _Line:
         if self.is_over:
             return False
         self._exchange.leave(self._number)
-        self._events.clear()
         # Whoever waits in a read hears of it.
         self.fail(asyncio.CancelledError())
         return True
@@ -229,8 +226,10 @@ class _Line:
     def arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
         self._is_known = True
         self.is_over = event.WhichOneof("what") == "status"
-        self._events.append(event)
-        self._waiting_bytes += event.ByteSize()
+        # While somebody reads nothing waits, and no time is spent on counting.
+        size_bytes = event.ByteSize() if self._events else 0
+        self._events.append((event, size_bytes))
+        self._waiting_bytes += size_bytes
         if not self._is_paused and not self.is_over and self._waits_for(_PAUSE_EVENTS, _PAUSE_BYTES):
             self._is_paused = True
             self._exchange.send(pb.MultiplexRequest(call=self._number, pause=pb.MultiplexRequest.Pause()))
@@ -245,20 +244,16 @@ class _Line:
         return len(self._events) >= num_events or self._waiting_bytes >= size_bytes
 
     def _next(self) -> object:
-        event = self._events[0]
-        if event.WhichOneof("what") == "status" and not event.status:
+        event, size_bytes = self._events[0]
+        if event.WhichOneof("what") == "status":
             # It stays: whoever reads on is told again.
-            return END
+            return _end(event.status)
         self._events.popleft()
-        self._waiting_bytes -= event.ByteSize()
+        self._waiting_bytes -= size_bytes
         if self._is_paused and not self.is_over and not self._waits_for(_PAUSE_EVENTS // 2, _PAUSE_BYTES // 2):
             self._is_paused = False
             self._exchange.send(pb.MultiplexRequest(call=self._number, resume=pb.MultiplexRequest.Resume()))
-        if event.WhichOneof("what") != "status":
-            return event
-        status = Status.FromString(event.status)
-        self._failure = _rpc_error(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message, event.status)
-        raise self._failure
+        return event
 
     async def _wait(self) -> None:
         self._came.clear()
@@ -277,6 +272,14 @@ class _Line:
 
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _end(status: bytes) -> object:
+    """gRPC's end mark, or the error that a google.rpc.Status tells of."""
+    if not status:
+        return END
+    told = Status.FromString(status)
+    raise _rpc_error(_CODES.get(told.code, grpc.StatusCode.UNKNOWN), told.message, status)
 
 
 def _rpc_error(code: grpc.StatusCode, message: str, status: bytes = b"") -> grpc.aio.AioRpcError:

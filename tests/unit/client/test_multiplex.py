@@ -17,8 +17,9 @@ import pytest
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tokenmill_client import AsyncClient, RetryPolicy
-from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, StreamLost, Unavailable
-from tokenmill_client.multiplex import MAX_LINES
+from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, ServerError, StreamLost, Unavailable
+from tokenmill_client.multiplex import END, MAX_LINES, Multiplexer
+from tokenmill_client.transport import Transport
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor
@@ -75,6 +76,15 @@ class Older(Listening):
         self.exchanges += 1
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         yield pb.MultiplexResponse()
+
+
+class Forgetful(Listening):
+    """Knows of Multiplex only until it has told something: a proxy that changes its mind."""
+
+    async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> AsyncIterator[pb.MultiplexResponse]:  # type: ignore[override]  # noqa: N802
+        async for response in super().Multiplex(requests, context):
+            yield response
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 @dataclass(slots=True)
@@ -143,6 +153,15 @@ async def test_an_older_server_gets_a_call_a_stream_and_is_asked_once(client: As
     assert site.servicer.exchanges == 1
 
 
+async def test_what_has_told_something_is_not_begun_anew(client: AsyncClient, site: Site) -> None:
+    await site.stop()
+    site.servicer = Forgetful(site.desk)
+    await site.start()
+    with pytest.raises(ServerError):
+        await client.generate(token_ids=[5], request_id="a").result()
+    await site.desk.until(lambda: site.desk.open_streams == 0)
+
+
 async def test_c13_one_that_is_left_early_is_cancelled_alone(client: AsyncClient, site: Site) -> None:
     left, kept = await opened(client, site, "a"), await opened(client, site, "b")
     await left.aclose()
@@ -183,6 +202,24 @@ async def test_errors_are_those_of_a_call_of_its_own(client: AsyncClient, site: 
     with pytest.raises(Unavailable) as unavailable:
         await AsyncClient(site.address, retry=RetryPolicy(call_limit_s=0)).generate(token_ids=[5]).result()
     assert unavailable.value.retry_delay_s == 2
+
+
+async def test_an_end_is_told_as_often_as_it_is_asked_for(client: AsyncClient, site: Site) -> None:
+    await client.submit(token_ids=[5], request_id="a", max_tokens=1)
+    site.desk.produce("a", 1)
+    transport = Transport(site.address, timeout=10, retry=RetryPolicy())
+    streams = Multiplexer(transport)
+    ends, fails = [streams.open(pb.AttachRequest(request_id=request_id), None) for request_id in ("a", "none")]
+    while await ends.read() is not END:
+        pass
+    assert await ends.read() is END
+    for _ in range(2):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fails.read()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert not ends.cancel()
+    await streams.close()
+    await transport.close()
 
 
 async def test_c72_all_are_taken_up_again_on_one_new_call_when_it_is_lost(client: AsyncClient, site: Site) -> None:
