@@ -166,7 +166,6 @@ class _Exchange:
             for line in self._lines.values():
                 # To each its own: what is raised holds on to where it was.
                 line.fail(copy(failure))
-            self._lines.clear()
 
     def _arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
         line = self._lines.get(event.call)

@@ -18,7 +18,7 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tokenmill_client import AsyncClient, RetryPolicy
 from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, ServerError, StreamLost, Unavailable
-from tokenmill_client.multiplex import END, MAX_LINES, Multiplexer
+from tokenmill_client.multiplex import END, MAX_LINES, Multiplexer, StreamCall
 from tokenmill_client.transport import Transport
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.intake import Intake
@@ -132,6 +132,11 @@ async def opened(client: AsyncClient, site: Site, request_id: str, **options: An
     return stream
 
 
+async def read_to_end(call: StreamCall) -> None:
+    while await call.read() is not END:
+        pass
+
+
 async def test_streams_share_a_call_and_each_has_its_own_tokens(client: AsyncClient, site: Site) -> None:
     streams = [await opened(client, site, f"r{number}") for number in range(20)]
     for number in range(20):
@@ -194,6 +199,16 @@ async def test_its_timeout_ends_a_stream_and_its_request(client: AsyncClient, si
     assert site.servicer.heard[-1] == ("leave", 1)
 
 
+async def test_its_timeout_holds_at_an_older_server(client: AsyncClient, site: Site) -> None:
+    await site.stop()
+    site.servicer = Older(site.desk)
+    await site.start()
+    await client.submit(token_ids=[5, 6, 7], request_id="a")
+    with pytest.raises(DeadlineExceeded):
+        await client.attach("a", timeout=0.2).result()
+    await site.desk.until(lambda: site.desk.open_streams == 0)
+
+
 async def test_errors_are_those_of_a_call_of_its_own(client: AsyncClient, site: Site) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await client.generate(token_ids=[5], request_id="not an id").result()
@@ -210,8 +225,7 @@ async def test_an_end_is_told_as_often_as_it_is_asked_for(client: AsyncClient, s
     transport = Transport(site.address, timeout=10, retry=RetryPolicy())
     streams = Multiplexer(transport)
     ends, fails = [streams.open(pb.AttachRequest(request_id=request_id), None) for request_id in ("a", "none")]
-    while await ends.read() is not END:
-        pass
+    await read_to_end(ends)
     assert await ends.read() is END
     for _ in range(2):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -220,6 +234,21 @@ async def test_an_end_is_told_as_often_as_it_is_asked_for(client: AsyncClient, s
     assert not ends.cancel()
     await streams.close()
     await transport.close()
+
+
+async def test_what_was_lost_before_it_is_read_fails_when_it_is(client: AsyncClient, site: Site) -> None:
+    transport = Transport(site.address, timeout=10, retry=RetryPolicy())
+    streams = Multiplexer(transport)
+    await client.submit(token_ids=[5], request_id="a")
+    first, second = [streams.open(pb.AttachRequest(request_id="a"), None) for _ in range(2)]
+    await site.desk.until(lambda: site.desk.open_streams == 2)
+    await site.stop()
+    for call in (first, second):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_to_end(call)
+    await streams.close()
+    await transport.close()
+    await site.start()
 
 
 async def test_c72_all_are_taken_up_again_on_one_new_call_when_it_is_lost(client: AsyncClient, site: Site) -> None:
