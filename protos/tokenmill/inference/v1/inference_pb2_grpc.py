@@ -103,6 +103,7 @@ class InferenceServiceServicer:
     def Multiplex(self, request_iterator, context):
         """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
         comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
+        Read while you send: nothing more is taken while messages wait behind the one that is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
