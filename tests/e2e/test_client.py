@@ -263,3 +263,24 @@ async def tokens_are_made(address: str, count: int) -> None:
             return (await client.admin.get_load()).output_tokens - begun >= count
 
         await eventually(are_made)
+
+
+async def test_a_stream_that_nobody_reads_expires_beside_one_that_is_read(processes: Processes) -> None:
+    """Both come over one call, which is read."""
+    executor = processes.executor()
+    scheduler = processes.scheduler(executor.address, flags=("--idle-client-timeout", "0.5"))
+    async with AsyncClient(scheduler.address) as client:
+        await client.wait_ready()
+        unread = client.generate(token_ids=[65, 66], max_tokens=8_000, seed=1)
+        await anext(unread)
+        reading = asyncio.ensure_future(client.generate(token_ids=[65, 67], max_tokens=1_500, seed=1).result())
+
+        async def has_expired() -> bool:
+            return (await client.get_request(unread.request_id)).info.state is RequestState.EXPIRED
+
+        await eventually(has_expired)
+        assert list((await reading).token_ids) == foretold([65, 67], 1_500)
+        with pytest.raises(RequestExpired) as expired:
+            await unread.result()
+        tokens = list(expired.value.output.token_ids)
+        assert tokens == foretold([65, 66], len(tokens))
