@@ -7,6 +7,7 @@ server that is older and has no such calls is given one for each stream. Must no
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -30,6 +31,8 @@ _MAX_SHARED_BYTES = 1 << 20
 # A line that nobody reads is paused when so much waits, and goes on when half of it is read.
 _PAUSE_EVENTS = 64
 _PAUSE_BYTES = 1 << 20
+# A server without such calls is asked again after this time.
+OLD_FOR_S = 60.0
 
 Request = pb.GenerateRequest | pb.AttachRequest
 END: object = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
@@ -49,8 +52,8 @@ class Multiplexer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._exchanges: dict[str, list[_Exchange]] = {}
-        # Addresses of servers that have no such calls.
-        self._without: set[str] = set()
+        # Addresses of servers that have no such calls, and until when that is believed: one may be upgraded.
+        self._without: dict[str, float] = {}
 
     def __del__(self) -> None:
         # As gRPC closes a channel that nobody holds any more. Streams hold their client, so none is open.
@@ -60,7 +63,7 @@ class Multiplexer:
 
     def open(self, request: Request, timeout_s: float | None) -> StreamCall:
         address = self._transport.current
-        if address in self._without or request.ByteSize() > _MAX_SHARED_BYTES:
+        if self._without.get(address, 0.0) > time.monotonic() or request.ByteSize() > _MAX_SHARED_BYTES:
             return self._alone(request, timeout_s)
         return _Line(self._exchange(address), request, timeout_s, lambda left_s: self._fall_back(address, request, left_s))
 
@@ -78,7 +81,7 @@ class Multiplexer:
         return exchanges[-1]
 
     def _fall_back(self, address: str, request: Request, timeout_s: float | None) -> StreamCall:
-        self._without.add(address)
+        self._without[address] = time.monotonic() + OLD_FOR_S
         return self._alone(request, timeout_s)
 
     def _alone(self, request: Request, timeout_s: float | None) -> StreamCall:

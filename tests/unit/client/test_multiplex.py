@@ -16,7 +16,7 @@ import grpc
 import pytest
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from tokenmill_client import AsyncClient, RetryPolicy
+from tokenmill_client import AsyncClient, RetryPolicy, multiplex
 from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, ServerError, StreamLost, Unavailable
 from tokenmill_client.multiplex import END, MAX_LINES, Multiplexer, StreamCall
 from tokenmill_client.transport import Transport
@@ -156,6 +156,20 @@ async def test_an_older_server_gets_a_call_a_stream_and_is_asked_once(client: As
         site.desk.produce(name, 7)
         assert len((await stream.result()).token_ids) == 8
     assert site.servicer.exchanges == 1
+
+
+async def test_an_older_server_is_asked_again_after_a_while(
+    client: AsyncClient, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiplex, "OLD_FOR_S", 0.0)
+    await site.stop()
+    site.servicer = Older(site.desk)
+    await site.start()
+    for name in ("a", "b"):
+        stream = await opened(client, site, name)
+        site.desk.produce(name, 7)
+        assert len((await stream.result()).token_ids) == 8
+    assert site.servicer.exchanges == 2
 
 
 async def test_what_has_told_something_is_not_begun_anew(client: AsyncClient, site: Site) -> None:
