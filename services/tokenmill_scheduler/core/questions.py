@@ -109,7 +109,7 @@ class Questions:
         """Which quota would make a request wait that came now, in a few words; empty: none."""
         queued = self._roster.backlog.num_waiting(request.tenant)
         blocks = self._room.least_blocks(request)
-        return self._roster.quotas.over(request.tenant, queued + request.best_of, blocks, now_s)
+        return self._roster.quotas.over(request.tenant, request.best_of, blocks, now_s, queued)
 
     def tokens_ready_s(self, tenant: str, now_s: float) -> float:
         """When its quota of tokens per second lets the tenant's requests run; `now_s` if it does, infinity if it never will."""

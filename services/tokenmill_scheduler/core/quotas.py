@@ -75,12 +75,16 @@ class Quotas:
 
     # ---- questions ----
 
-    def over(self, tenant: str, num_seqs: int, most_blocks: int, now_s: float) -> str:
-        """Which quota so many more sequences, of so many blocks in all, would exceed, in a few words; empty: none."""
+    def over(self, tenant: str, num_seqs: int, most_blocks: int, now_s: float, waiting: int = 0) -> str:
+        """Which quota so many more sequences, of so many blocks in all, would exceed, in a few words; empty: none.
+
+        `waiting` sequences of the tenant are before them.
+        """
         quota = self.of(tenant)
         usage = self._usage.get(tenant) or _Usage()
-        if quota.max_num_seqs is not None and usage.num_seqs + num_seqs > quota.max_num_seqs:
-            return f"tenant {tenant} has {usage.num_seqs} of {quota.max_num_seqs} sequences running"
+        if quota.max_num_seqs is not None and usage.num_seqs + waiting + num_seqs > quota.max_num_seqs:
+            words = f"tenant {tenant} has {usage.num_seqs} of {quota.max_num_seqs} sequences running"
+            return f"{words}, and {waiting} waiting" if waiting else words
         if quota.max_kv_blocks is not None and usage.kv_blocks + most_blocks > quota.max_kv_blocks:
             words = f"tenant {tenant} may hold {quota.max_kv_blocks} KV blocks"
             return f"{words}: those of it that run may come to {usage.kv_blocks}, and this to {most_blocks}"

@@ -174,7 +174,7 @@ def test_what_is_asked_of_a_quota_beforehand() -> None:
     choices = "the request has 2 choices, and tenant a may have 1 sequences running: ask for fewer"
     assert world.core.never_within_quota(replace(request, best_of=2)) == choices
     # Its like is queued already.
-    assert world.core.over_quota(request, world.now_s) == "tenant a has 0 of 1 sequences running"
+    assert world.core.over_quota(request, world.now_s) == "tenant a has 0 of 1 sequences running, and 1 waiting"
 
 
 def test_tenants_that_use_nothing_are_forgotten() -> None:
