@@ -13,11 +13,11 @@ import structlog
 
 from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.records import Event
-from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, UnknownExecutor
+from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, Unavailable, UnknownExecutor
 from tokenmill_scheduler.ledger.port import POLICY, Action, ActionPage, ActionQuery, ActionVerb, Hold, Ledger, LedgerUnavailable
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.ordering_choice import OrderingChoice
-from tokenmill_scheduler.reads import read_ledger
+from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 
 LOOK_INTERVAL_S = 2.0
 # A hold's target: an executor's name, POLICY, or the queue.
@@ -36,6 +36,8 @@ class Operators:
         self._holds: dict[str, Hold] = {}
         # Our own changes: what was read before the last of them was durable is out of date.
         self._begun = self._durable = 0
+        # Looks come one after the other: an earlier one must not undo what a later one found.
+        self._looking = asyncio.Lock()
 
     # ---- OperatorDesk ----------------------------------------------------------------------------------------------------------
 
@@ -60,7 +62,7 @@ class Operators:
         return PolicyStatus(OrderingChoice.of(self._loop.ordering), "" if hold is None else _why(hold))
 
     async def set_policy(self, choice: OrderingChoice, actor: str, reason: str) -> bool:
-        self._check_open()
+        await self._catch_up()
         if choice == OrderingChoice.of(self._loop.ordering):
             return False
         hold = Hold(POLICY, actor, reason, self._loop.clock(), str(choice))
@@ -78,10 +80,13 @@ class Operators:
 
     async def refresh(self) -> None:
         """Does as the ledger says. Raises LedgerUnavailable."""
-        begun, settled = self._begun, self._begun == self._durable
-        stored = {hold.target: hold for hold in await asyncio.to_thread(self._ledger.holds)}
-        if not settled or begun != self._begun:
-            return
+        async with self._looking:
+            begun, settled = self._begun, self._begun == self._durable
+            stored = {hold.target: hold for hold in await asyncio.to_thread(self._ledger.holds)}
+            if settled and begun == self._begun:
+                self._follow(stored)
+
+    def _follow(self, stored: dict[str, Hold]) -> None:
         for target in [target for target in self._holds if target not in stored]:
             del self._holds[target]
             self._loop.handle(self._released(target))
@@ -100,9 +105,17 @@ class Operators:
                 # The writer tells of it.
                 continue
 
+    async def _catch_up(self) -> None:
+        """Before a change: what it would change may be another since the last look. Raises Unavailable."""
+        try:
+            await self.refresh()
+        except LedgerUnavailable as error:
+            raise Unavailable("the database cannot be read for now", RETRY_DELAY_S) from error
+        self._check_open()
+
     async def _begin(self, target: str, verb: ActionVerb, actor: str, reason: str) -> bool:
         """False when it was on hold already: it stays as it is."""
-        self._check_open()
+        await self._catch_up()
         if target in self._holds:
             return False
         hold = Hold(target, actor, reason, self._loop.clock())
@@ -112,7 +125,7 @@ class Operators:
 
     async def _end(self, target: str, verb: ActionVerb, actor: str, reason: str) -> bool:
         """False when it was not on hold."""
-        self._check_open()
+        await self._catch_up()
         if self._holds.pop(target, None) is None:
             return False
         await self._change(self._released(target), Action(self._loop.clock(), actor, verb, target, reason))

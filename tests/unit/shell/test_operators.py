@@ -14,6 +14,7 @@ from tokenmill_scheduler.operators import Operators
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.recovery import take_up
 
+from tests.fakes.calls import eventually
 from tests.fakes.memory_ledger import MemoryLedger
 from tests.fakes.shell import PlayedExecutor, Shell, output_of, request, settle
 
@@ -29,6 +30,10 @@ def operators_of(shell: Shell) -> Operators:
 
 def actions(shell: Shell, target: str = "") -> list[Action]:
     return list(shell.ledger.actions(ActionQuery(target)).actions)
+
+
+async def paused(shell: Shell) -> bool:
+    return shell.loop.load().queue_paused != ""
 
 
 def choice(policy: str, *, fair_share: bool = False, batch: int = 10) -> OrderingChoice:
@@ -168,6 +173,20 @@ async def test_what_another_scheduler_of_the_database_holds_back_holds_here_too(
     assert other.loop.load().queue_paused == ""
 
 
+async def test_a_change_at_one_scheduler_is_known_to_the_next_change_at_another_before_it_looks(shell: Shell) -> None:
+    other = Shell.over(shell.ledger)
+    mine, theirs = operators_of(shell), operators_of(other)
+    await theirs.pause_queue("ann", "")
+    assert not await mine.pause_queue("bob", "me too"), "it stays ann's"
+    assert await mine.resume_queue("bob", ""), "it was paused"
+    assert list(shell.ledger.holds()) == []
+    assert await theirs.pause_queue("ann", "again"), "it was not paused any more"
+    await mine.set_policy(choice("sjf"), "bob", "")
+    assert await theirs.reset_policy("ann", "")
+    assert await mine.set_policy(choice("sjf"), "bob", ""), "it was reset"
+    assert [hold.target for hold in shell.ledger.holds()] == ["", POLICY]
+
+
 async def test_what_was_read_before_a_change_was_durable_does_not_undo_it(shell: Shell) -> None:
     operators = operators_of(shell)
     shell.writer.hold = True
@@ -185,7 +204,7 @@ async def test_an_operator_who_goes_in_mid_change_stops_nobody_from_seeing_later
     operators = operators_of(shell)
     shell.writer.hold = True
     pausing = asyncio.create_task(operators.pause_queue("ann", ""))
-    await settle()
+    await eventually(lambda: paused(shell))
     pausing.cancel()
     await settle()
     shell.writer.hold = False
