@@ -1,7 +1,8 @@
 """The schema's migrations from Python: where they are, what a database has, how to get from one to the other.
 
-All but `prepare` take a database URL and raise UnsupportedDatabase or LedgerUnavailable. Alembic is imported once something
-is to be migrated: to find that nothing is must not cost every start of a scheduler a tenth of a second.
+All but `prepare` take a database URL and raise UnsupportedDatabase or LedgerUnavailable. `upgrade` and `downgrade` raise
+SchemaMismatch for a later release's. Alembic is imported once something is to be migrated: to find that nothing is must not
+cost every start of a scheduler a tenth of a second.
 """
 
 from __future__ import annotations
@@ -101,12 +102,16 @@ def prepare(engine: Engine, *, create: bool) -> None:
                 "and run `tokenmill db upgrade`"
             )
         case SchemaState.NEWER:
-            raise SchemaMismatch(
-                f"the database has schema {revision}, which this release (schema {head()}) does not know: start the release that "
-                f"wrote it, or with that release run `tokenmill db downgrade {head()}`"
-            )
+            raise _too_new(revision)
         case SchemaState.CURRENT:
             return
+
+
+def _too_new(revision: str | None) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"the database has schema {revision}, which this release (schema {head()}) does not know: start the release that "
+        f"wrote it, or with that release run `tokenmill db downgrade {head()}`"
+    )
 
 
 def _revision(connection: Connection) -> str | None:
@@ -125,14 +130,25 @@ def _state(revision: str | None) -> SchemaState:
 
 
 def _migrate(url: str, step: Callable[[Config], None]) -> None:
-    """Refuses, as LedgerUnavailable, while a scheduler runs on the database: its tables would change under it."""
+    """Refuses, as LedgerUnavailable, while a scheduler runs on the database: its tables would change under it.
+
+    Also, as SchemaMismatch, what a later release has made of it: only that one knows the way back.
+    """
     with database_lock(url):
         engines = connect(url)
         try:
+            _refuse_if_newer(engines.read)
             _refuse_if_used(engines.read)
             _run(engines.write, step)
         finally:
             engines.dispose()
+
+
+def _refuse_if_newer(engine: Engine) -> None:
+    with driver_errors(), engine.connect() as connection:
+        revision = _revision(connection)
+    if _state(revision) is SchemaState.NEWER:
+        raise _too_new(revision)
 
 
 def _refuse_if_used(engine: Engine) -> None:

@@ -153,8 +153,10 @@ def test_a_newer_schema_is_refused_with_what_to_do(empty_url: str) -> None:
     migrate.upgrade(empty_url)
     execute(empty_url, "UPDATE alembic_version SET version_num = '9999'")
     assert migrate.check(empty_url) is SchemaState.NEWER
-    with pytest.raises(SchemaMismatch, match=f"schema 9999, which this release .* run `tokenmill db downgrade {migrate.head()}`"):
-        open_ledger(empty_url)
+    words = f"schema 9999, which this release .* run `tokenmill db downgrade {migrate.head()}`"
+    for step in (open_ledger, migrate.upgrade, lambda url: migrate.downgrade(url, "base")):
+        with pytest.raises(SchemaMismatch, match=words):
+            step(empty_url)
 
 
 def test_an_older_schema_is_refused_with_what_to_do(empty_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
