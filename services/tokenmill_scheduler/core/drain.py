@@ -6,10 +6,12 @@ from math import exp, expm1
 
 # What happened so long ago weighs a third of what happens now.
 MEMORY_S = 10.0
+# What happens in the first moments fills what was free, and says little of what follows: it counts as spread over this time.
+LEAST_HISTORY_S = 1.0
 
 
 class Rate:
-    """An exponentially weighted mean of events per second; right from the start, when there is less history than it remembers."""
+    """An exponentially weighted mean of events per second; right, too, when there is less history than it remembers."""
 
     def __init__(self, memory_s: float = MEMORY_S) -> None:
         self._memory_s = memory_s
@@ -28,7 +30,8 @@ class Rate:
         if self._since_s is None or now_s <= self._since_s:
             return 0.0
         weight = self._weight * exp((self._at_s - now_s) / self._memory_s)
-        return weight / (self._memory_s * -expm1((self._since_s - now_s) / self._memory_s))
+        history_s = max(now_s - self._since_s, LEAST_HISTORY_S)
+        return weight / (self._memory_s * -expm1(-history_s / self._memory_s))
 
 
 class Drain:

@@ -64,7 +64,7 @@ class _Mark:
 
 
 class OverloadController:
-    """`stage` and `why` are how things stand; `why` is empty in stage 0."""
+    """`stage` and `why` are how things stand; `why` is empty in stage 0, and of the last sample that was above a mark."""
 
     def __init__(self, config: OverloadConfig) -> None:
         self.stage = Stage.NORMAL
@@ -81,6 +81,8 @@ class OverloadController:
             return False
         marks = self._marks(signals)
         raising = [mark for mark in marks if mark.value >= mark.high and mark.most > self.stage]
+        if self.stage and (holding := [mark for mark in marks if mark.value >= mark.high and mark.most >= self.stage]):
+            self.why = _in_words(holding[0])
         calm = all(mark.value <= mark.low for mark in marks if mark.most >= self.stage)
         self._high_since_s = _since(self._high_since_s, bool(raising), now_s)
         self._low_since_s = _since(self._low_since_s, calm, now_s)

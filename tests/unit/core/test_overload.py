@@ -39,6 +39,15 @@ def test_it_climbs_while_it_lasts_stays_between_the_marks_and_comes_down_by_itse
     assert controller.why == ""
 
 
+def test_why_a_stage_lasts_is_told_as_it_is_now() -> None:
+    controller = OverloadController(CONFIG)
+    _stages(controller, WAITING, 0, 3)
+    _stages(controller, Signals(standard_wait_s=19.0), 3, 1)
+    assert controller.why == "the standard lane waits 19 s, with 10 s as its mark"
+    _stages(controller, BETWEEN, 4, 1)
+    assert controller.why == "the standard lane waits 19 s, with 10 s as its mark"
+
+
 def test_what_is_over_before_it_is_held_changes_nothing() -> None:
     controller = OverloadController(CONFIG)
     for start_s in range(0, 100, 4):
