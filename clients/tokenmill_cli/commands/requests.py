@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import click
 from rich.table import Table
-from tokenmill_client import Client, RequestFilter, RequestInfo
+from tokenmill_client import AlreadyEnded, Client, NotFound, RequestFilter, RequestInfo
 from tokenmill_client.records import CancelOutcome, RequestLife, RequestSnapshot
 
 from tokenmill_cli.app import App, console, pass_app, server_options
@@ -203,8 +205,8 @@ def prioritize(app: App, words: tuple[str, ...], deadline_in: float | None, reas
         raise click.UsageError("Give a priority, or --deadline-in.")
     deadline = None if deadline_in is None else datetime.now(UTC) + timedelta(seconds=deadline_in)
     with app.client() as client:
-        request_ids = [words[0]] if by_id else _confirmed(client, condition, yes)
-        infos = [client.admin.update_request(id_, priority=priority, deadline=deadline, reason=reason) for id_ in request_ids]
+        update = partial(client.admin.update_request, priority=priority, deadline=deadline, reason=reason)
+        infos = [update(words[0])] if by_id else _update_all(update, _confirmed(client, condition, yes))
     if app.json:
         print_json(infos[0] if by_id else infos)
     elif by_id:
@@ -228,6 +230,17 @@ def _confirmed(client: Client, condition: RequestFilter, yes: bool) -> list[str]
     if request_ids and not yes:
         click.confirm(f"Change {len(request_ids)} request{'s' * (len(request_ids) != 1)}?", abort=True, err=True)
     return request_ids
+
+
+def _update_all(update: Callable[[str], RequestInfo], request_ids: Sequence[str]) -> list[RequestInfo]:
+    """Those that have ended since they were counted keep none of the others from being changed."""
+    infos = []
+    for request_id in request_ids:
+        with suppress(AlreadyEnded, NotFound):
+            infos.append(update(request_id))
+    if ended := len(request_ids) - len(infos):
+        click.echo(f"{ended} of {len(request_ids)} had ended before they were changed.", err=True)
+    return infos
 
 
 @requests.command("retry")

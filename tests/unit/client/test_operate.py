@@ -162,6 +162,23 @@ def test_prioritize_by_condition_asks_first(server: FakeServer, run: Run) -> Non
         assert run("requests", "prioritize", *wrong)[0] == ExitCode.USAGE
 
 
+def test_prioritize_by_condition_passes_over_what_ends_meanwhile(
+    server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(server, "a", "b", tenant="t")
+
+    def asked(*_: object, **__: object) -> bool:
+        with Client(server.address) as client:
+            client.cancel("b")
+        return True
+
+    monkeypatch.setattr(click, "confirm", asked)
+    code, out, err = run("requests", "prioritize", "--tenant", "t", "5")
+    assert (code, [line.split()[0] for line in out.splitlines()[1:]]) == (0, ["a"])
+    assert err == "1 of 2 had ended before they were changed.\n"
+    assert [server.requests[name].info.priority for name in "ab"] == [5, 0]
+
+
 def test_actions_come_page_by_page(server: FakeServer) -> None:
     with Client(server.address) as client:
         for number in range(5):
