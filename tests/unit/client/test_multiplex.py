@@ -290,25 +290,16 @@ async def test_more_than_a_call_carries_opens_another(client: AsyncClient, site:
     assert all(len(output.token_ids) == 1 for output in await results)
 
 
-async def test_closing_the_client_cancels_what_is_open(site: Site) -> None:
-    client = AsyncClient(site.address)
-    stream = await opened(client, site, "a")
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
-    await client.close()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
-
-
-async def test_a_closed_stream_ends_whoever_waits_in_its_read(client: AsyncClient, site: Site) -> None:
-    stream = await opened(client, site, "a")
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
-    await stream.aclose()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
+@pytest.mark.parametrize("whole_client", [False, True])
+async def test_closing_ends_whoever_waits_in_a_read_and_cancels_the_request(site: Site, whole_client: bool) -> None:
+    async with AsyncClient(site.address) as client:
+        stream = await opened(client, site, "a")
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        await (client.close() if whole_client else stream.aclose())
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
 
 
 async def test_c13_a_stream_that_nobody_holds_is_left(client: AsyncClient, site: Site) -> None:
