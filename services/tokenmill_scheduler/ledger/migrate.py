@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, inspect, text
 
 from tokenmill_scheduler.ledger import leases
-from tokenmill_scheduler.ledger.engine import connect, driver_errors
+from tokenmill_scheduler.ledger.engine import connect, driver_errors, parse_url
 from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.port import LedgerUnavailable, SchemaMismatch
 
@@ -54,7 +54,10 @@ def _revisions() -> list[str]:
 
 
 def current(url: str) -> str | None:
-    """The revision that the database has; None when it has no tables of ours."""
+    """The revision that the database has; None when it has no tables of ours. A question makes no file."""
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite" and not Path(str(parsed.database)).exists():
+        return None
     engines = connect(url)
     try:
         with driver_errors(), engines.read.connect() as connection:
@@ -152,13 +155,19 @@ def _refuse_if_newer(engine: Engine) -> None:
 
 
 def _refuse_if_used(engine: Engine) -> None:
-    """By the leases, which another release's schema may not have; a SQLite file is guarded by its lock alone."""
+    """By the leases, which an old release's schema may not have; a SQLite file is guarded by its lock alone."""
     with driver_errors(), engine.connect() as connection:
-        if connection.dialect.name == "sqlite" or _revision(connection) != head():
+        if connection.dialect.name == "sqlite" or not _has_leases(connection):
             return
         alive = [status.lease.scheduler for status in leases.statuses(connection) if not status.expired]
     if alive:
         raise LedgerUnavailable(f"it is in use by {', '.join(alive)}: stop every scheduler on it first")
+
+
+def _has_leases(connection: Connection) -> bool:
+    """As schemas have them since the second."""
+    tables = inspect(connection)
+    return tables.has_table("leases") and any(column["name"] == "number" for column in tables.get_columns("leases"))
 
 
 def _run(engine: Engine, step: Callable[[Config], None]) -> None:

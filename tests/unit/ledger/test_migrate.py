@@ -13,7 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
-from tokenmill_scheduler.ledger import migrate
+from tokenmill_scheduler.ledger import leases, migrate
 from tokenmill_scheduler.ledger.engine import UnsupportedDatabase, connect
 from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.migrate import SchemaState
@@ -123,6 +123,23 @@ def test_no_migration_under_a_running_scheduler(empty_url: str) -> None:
             migrate.downgrade(empty_url, "base")
         assert migrate.check(empty_url) is SchemaState.CURRENT
         ledger.close()
+
+
+def test_no_migration_under_a_running_scheduler_of_an_older_release(empty_url: str) -> None:
+    migrate.upgrade(empty_url, "0007")
+    engines = connect(empty_url)
+    with database_lock(empty_url):
+        with engines.write.begin() as connection:
+            leases.take(connection, "s1", 60.0)
+        with pytest.raises(LedgerUnavailable, match=r"stop that one|in use by s1: stop every scheduler on it first"):
+            migrate.upgrade(empty_url)
+        assert migrate.current(empty_url) == "0007"
+    engines.dispose()
+
+
+def test_a_question_makes_no_file(tmp_path: Path) -> None:
+    assert migrate.check(f"sqlite:///{tmp_path}/none.db") is SchemaState.EMPTY
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_new_database_is_made_and_found_again(empty_url: str) -> None:
