@@ -80,8 +80,9 @@ class OverloadController:
         if not config.enabled:
             return False
         marks = self._marks(signals)
-        raising = [mark for mark in marks if mark.value >= mark.high and mark.most > self.stage]
-        if self.stage and (holding := [mark for mark in marks if mark.value >= mark.high and mark.most >= self.stage]):
+        holding = [mark for mark in marks if mark.value >= mark.high and mark.most >= self.stage]
+        raising = [mark for mark in holding if mark.most > self.stage]
+        if self.stage and holding:
             self.why = _in_words(holding[0])
         calm = all(mark.value <= mark.low for mark in marks if mark.most >= self.stage)
         self._high_since_s = _since(self._high_since_s, bool(raising), now_s)

@@ -140,26 +140,25 @@ def _migrate(url: str, step: Callable[[Config], None]) -> None:
     with database_lock(url):
         engines = connect(url)
         try:
-            _refuse_if_newer(engines.read)
-            _refuse_if_used(engines.read)
+            with driver_errors(), engines.read.connect() as connection:
+                _refuse_if_newer(connection)
+                _refuse_if_used(connection)
             _run(engines.write, step)
         finally:
             engines.dispose()
 
 
-def _refuse_if_newer(engine: Engine) -> None:
-    with driver_errors(), engine.connect() as connection:
-        revision = _revision(connection)
+def _refuse_if_newer(connection: Connection) -> None:
+    revision = _revision(connection)
     if _state(revision) is SchemaState.NEWER:
         raise _too_new(revision)
 
 
-def _refuse_if_used(engine: Engine) -> None:
+def _refuse_if_used(connection: Connection) -> None:
     """By the leases, which an old release's schema may not have; a SQLite file is guarded by its lock alone."""
-    with driver_errors(), engine.connect() as connection:
-        if connection.dialect.name == "sqlite" or not _has_leases(connection):
-            return
-        alive = [status.lease.scheduler for status in leases.statuses(connection) if not status.expired]
+    if connection.dialect.name == "sqlite" or not _has_leases(connection):
+        return
+    alive = [status.lease.scheduler for status in leases.statuses(connection) if not status.expired]
     if alive:
         raise LedgerUnavailable(f"it is in use by {', '.join(alive)}: stop every scheduler on it first")
 

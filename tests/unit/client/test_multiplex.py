@@ -102,6 +102,11 @@ class Site:
         self.server.add_insecure_port(self.address)
         await self.server.start()
 
+    async def replace(self, servicer: Listening) -> None:
+        await self.stop()
+        self.servicer = servicer
+        await self.start()
+
     async def stop(self) -> None:
         assert self.server is not None
         await self.server.stop(None)
@@ -148,9 +153,7 @@ async def test_streams_share_a_call_and_each_has_its_own_tokens(client: AsyncCli
 
 
 async def test_an_older_server_gets_a_call_a_stream_and_is_asked_once(client: AsyncClient, site: Site) -> None:
-    await site.stop()
-    site.servicer = Older(site.desk)
-    await site.start()
+    await site.replace(Older(site.desk))
     for name in ("a", "b"):
         stream = await opened(client, site, name)
         site.desk.produce(name, 7)
@@ -162,9 +165,7 @@ async def test_an_older_server_is_asked_again_after_a_while(
     client: AsyncClient, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multiplex, "OLD_FOR_S", 0.0)
-    await site.stop()
-    site.servicer = Older(site.desk)
-    await site.start()
+    await site.replace(Older(site.desk))
     for name in ("a", "b"):
         stream = await opened(client, site, name)
         site.desk.produce(name, 7)
@@ -173,9 +174,7 @@ async def test_an_older_server_is_asked_again_after_a_while(
 
 
 async def test_what_has_told_something_is_not_begun_anew(client: AsyncClient, site: Site) -> None:
-    await site.stop()
-    site.servicer = Forgetful(site.desk)
-    await site.start()
+    await site.replace(Forgetful(site.desk))
     with pytest.raises(ServerError):
         await client.generate(token_ids=[5], request_id="a").result()
     await site.desk.until(lambda: site.desk.open_streams == 0)
@@ -214,9 +213,7 @@ async def test_its_timeout_ends_a_stream_and_its_request(client: AsyncClient, si
 
 
 async def test_its_timeout_holds_at_an_older_server(client: AsyncClient, site: Site) -> None:
-    await site.stop()
-    site.servicer = Older(site.desk)
-    await site.start()
+    await site.replace(Older(site.desk))
     await client.submit(token_ids=[5, 6, 7], request_id="a")
     with pytest.raises(DeadlineExceeded):
         await client.attach("a", timeout=0.2).result()
