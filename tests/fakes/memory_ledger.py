@@ -19,7 +19,7 @@ from tokenmill_scheduler.core.records import (
     Transitioned,
     Updated,
 )
-from tokenmill_scheduler.core.request import RUNNING, TERMINAL, State
+from tokenmill_scheduler.core.request import RUNNING, TERMINAL, TRANSITIONS, State
 from tokenmill_scheduler.ledger.port import (
     Action,
     ActionPage,
@@ -348,6 +348,8 @@ def _ended_before(entry: _Entry, before_s: float) -> bool:
 def _moved(entry: _Entry, move: Transitioned) -> _Entry:
     if entry.stored.state is not move.before:
         raise LedgerConflict(f"{move.request_id}: is {entry.stored.state}, not {move.before}")
+    if move.after not in TRANSITIONS[move.before]:
+        raise LedgerConflict(f"{move.request_id}: {move.before} → {move.after} is not in the table")
     stored = replace(
         entry.stored,
         state=move.after,

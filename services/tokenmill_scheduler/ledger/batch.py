@@ -1,6 +1,7 @@
 """Folds the records of one transaction into few rows: one chunk of tokens and one update of its row a request.
 
-Pure. What contradicts itself within the batch is refused here; what contradicts the database is refused by the guards of store.py.
+Pure. What contradicts itself within the batch, or the table of legal moves, is refused here; what contradicts the database is
+refused by the guards of store.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenmill_scheduler.core.records import TokensGenerated, Transitioned, Updated
-from tokenmill_scheduler.core.request import RUNNING, TERMINAL, State
+from tokenmill_scheduler.core.request import RUNNING, TERMINAL, TRANSITIONS, State
 from tokenmill_scheduler.ledger.codec import pack_logprobs, pack_tokens
 from tokenmill_scheduler.ledger.port import Action, Handover, LedgerConflict, Record, Submission
 
@@ -57,7 +58,7 @@ class Batch:
 
 
 def fold(records: Iterable[Record]) -> Batch:
-    """Raises LedgerConflict when the records of one request do not follow from each other."""
+    """Raises LedgerConflict when the records of one request do not follow from each other, or TRANSITIONS lacks a move."""
     batch = Batch()
     for record in records:
         match record:
@@ -101,6 +102,8 @@ def _add_chunk(batch: Batch, request_id: str, chunk: Chunk) -> None:
 
 
 def _add_transition(batch: Batch, move: Transitioned) -> None:
+    if move.after not in TRANSITIONS[move.before]:
+        raise LedgerConflict(f"{move.request_id}: no request moves from {move.before} to {move.after}")
     batch.transitions.append(move)
     change = batch.changes.setdefault(move.request_id, Change(before=move.before, after=move.before))
     if change.ending or change.after != move.before:

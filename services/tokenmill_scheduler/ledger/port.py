@@ -31,7 +31,9 @@ class LedgerUnavailable(LedgerError):
 
 
 class LedgerConflict(LedgerError):
-    """A guard failed: the row is not in the state that the record says. A bug of ours or a lost lease; never tried again."""
+    """A guard failed: the row is not in the state that the record says, or may not move so. A bug of ours or a lost lease; never
+    tried again.
+    """
 
 
 class LedgerCorrupt(LedgerError):
@@ -285,7 +287,8 @@ class RequestPage:
 class Ledger(Protocol):
     """Thread-safe; writes take turns. Every method may raise LedgerUnavailable.
 
-    Tokens of a request must follow the last one stored and a move must leave the stored state: else LedgerConflict.
+    Tokens of a request must follow the last one stored, and a move must leave the stored state and be in TRANSITIONS: else
+    LedgerConflict.
     """
 
     def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
-from tokenmill_scheduler.core.request import FinishReason, Lane, Request, Sampling, State
+from tokenmill_scheduler.core.request import TRANSITIONS, FinishReason, Lane, Request, Sampling, State
 from tokenmill_scheduler.ledger.port import (
     Ledger,
     LedgerConflict,
@@ -215,6 +217,48 @@ def test_what_contradicts_the_ledger_changes_nothing(ledger: Ledger, bad: list[R
     assert _all_of(ledger, "a", "ended", "ended without output") == before
     assert ledger.find("new") is None
     assert ledger.write([submission("new"), tokens("a", 3, 8)]) == [WRITTEN, WRITTEN]
+
+
+# The shortest way to each state.
+_WAYS: dict[State, tuple[State, ...]] = {
+    State.WAITING: (State.WAITING,),
+    State.PREFILL: (State.WAITING, State.PREFILL),
+    State.DECODE: (State.WAITING, State.PREFILL, State.DECODE),
+    State.PREEMPTED: (State.WAITING, State.PREFILL, State.PREEMPTED),
+    State.DONE: (State.WAITING, State.PREFILL, State.DONE),
+    State.CANCELLED: (State.WAITING, State.CANCELLED),
+    State.EXPIRED: (State.WAITING, State.EXPIRED),
+    State.FAILED: (State.WAITING, State.FAILED),
+}
+
+
+def _way(request_id: str, *states: State) -> list[Record]:
+    return [Transitioned(request_id, before, after, 101.0) for before, after in itertools.pairwise(states)]
+
+
+@pytest.mark.parametrize("before", State)
+def test_a_move_that_the_table_lacks_changes_nothing(ledger: Ledger, before: State) -> None:
+    """Though the request is in the state that it leaves: alone, and amid legal moves of one batch."""
+    ledger.write([submission(), *_way("a", *_WAYS[before])])
+    known = _all_of(ledger, "a")
+    for after in sorted(set(State) - TRANSITIONS[before]):
+        amid = [submission("b"), *_way("b", *_WAYS[before], after, *sorted(TRANSITIONS[after])[:1])]
+        for bad in (_way("a", before, after), amid):
+            with pytest.raises(LedgerConflict):
+                ledger.write([submission("new"), *bad])
+            assert _all_of(ledger, "a") == known
+            assert ledger.find("new") is None
+            assert ledger.find("b") is None
+
+
+@pytest.mark.parametrize("before", State)
+def test_every_move_of_the_table_is_written(ledger: Ledger, before: State) -> None:
+    for after in sorted(TRANSITIONS[before]):
+        ledger.write([submission(after.value), *_way(after.value, *_WAYS[before])])
+        ledger.write(_way(after.value, before, after))
+        stored = ledger.find(after.value)
+        assert stored is not None
+        assert stored.state is after
 
 
 def _all_of(ledger: Ledger, *request_ids: str) -> list[object]:
