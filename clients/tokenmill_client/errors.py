@@ -143,8 +143,9 @@ _BY_STATE: dict[RequestState, type[RequestNotDone]] = {
     RequestState.EXPIRED: RequestExpired,
 }
 
-# How gRPC words the loss of a connection that it does not report as UNAVAILABLE.
-_CONNECTION_LOST = ("RST_STREAM", "Stream removed", "Connection reset", "Socket closed")
+# How gRPC words the loss of a connection that it does not report as UNAVAILABLE. The last is how a call ends that was lost just as
+# something was written to it: gRPC forgets the status it had.
+_CONNECTION_LOST = ("RST_STREAM", "Stream removed", "Connection reset", "Socket closed", "Internal error from Core")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> TokenmillError:

@@ -17,7 +17,15 @@ import pytest
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from tokenmill_client import AsyncClient, RetryPolicy, multiplex
-from tokenmill_client.errors import DeadlineExceeded, InvalidRequest, ResourceExhausted, ServerError, StreamLost, Unavailable
+from tokenmill_client.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ResourceExhausted,
+    ServerError,
+    StreamLost,
+    Unavailable,
+    from_rpc_error,
+)
 from tokenmill_client.multiplex import END, MAX_LINES, Multiplexer, StreamCall
 from tokenmill_client.transport import Transport
 from tokenmill_scheduler.core.request import State
@@ -85,6 +93,16 @@ class Forgetful(Listening):
         async for response in super().Multiplex(requests, context):
             yield response
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+class Leaving(Listening):
+    """Ends a call at its first message, while more are on their way."""
+
+    async def Multiplex(self, requests: AsyncIterator[pb.MultiplexRequest], context: Any) -> AsyncIterator[pb.MultiplexResponse]:  # type: ignore[override]  # noqa: N802
+        await context.send_initial_metadata(())
+        await anext(requests)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Leaving.")
+        yield pb.MultiplexResponse()
 
 
 @dataclass(slots=True)
@@ -275,6 +293,19 @@ async def test_c72_all_are_taken_up_again_on_one_new_call_when_it_is_lost(client
     for number, output in enumerate(await results):
         assert list(output.token_ids) == site.desk.entries[f"r{number}"].tokens
     assert site.servicer.exchanges == 2
+
+
+async def test_c72_a_call_that_ends_while_something_is_written_to_it_is_a_lost_connection(site: Site) -> None:
+    """gRPC then often tells an INTERNAL of its own in place of the status."""
+    await site.replace(Leaving(site.desk))
+    transport = Transport(site.address, timeout=10, retry=RetryPolicy())
+    for _ in range(20):
+        streams = Multiplexer(transport)
+        calls = [streams.open(pb.AttachRequest(request_id="a"), None) for _ in range(50)]
+        ends = await asyncio.gather(*[call.read() for call in calls], return_exceptions=True)
+        assert {type(from_rpc_error(end)) for end in ends if isinstance(end, grpc.aio.AioRpcError)} == {Unavailable}
+        await streams.close()
+    await transport.close()
 
 
 async def test_more_than_a_call_carries_opens_another(client: AsyncClient, site: Site) -> None:
