@@ -138,7 +138,9 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """`already_ended`: the request had ended before the call, which changed nothing."""
+    """`already_ended`: the request had ended before the call, which changed nothing. Of several choices `state` is CANCELLED when
+    one of them is, else that of the first.
+    """
 
     state: RequestState
     already_ended: bool

@@ -1,11 +1,13 @@
-"""What operators' changes make of a request. Pure. Must not know: the loop, the ledger."""
+"""What changes make of a request, and what is answered. Pure. Must not know: the loop, the ledger."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.core.request import TERMINAL, Request, State
+from tokenmill_scheduler.desk import Cancellation
 from tokenmill_scheduler.ledger.port import Command, Verb
 
 
@@ -44,6 +46,17 @@ def has_changed(request: Request, command: Command) -> bool:
     """Whether an update is to be seen in a request; a cancelled one has ended instead."""
     wanted = (command.priority, request.priority), (command.deadline_s, request.deadline_s)
     return command.verb is Verb.UPDATE and all(new is None or new == now for new, now in wanted)
+
+
+def cancellation(before: Mapping[str, State], after: Mapping[str, State]) -> Cancellation:
+    """The answer to a cancel: the states of a request's choices, in order, ahead of its first try and after its last.
+
+    One cancelled choice makes the request a cancelled one, whatever became of the others: a cancel that is given again is answered
+    with the same state.
+    """
+    state = State.CANCELLED if State.CANCELLED in after.values() else next(iter(after.values()))
+    did_cancel = any(after[choice] is State.CANCELLED for choice, had in before.items() if had not in TERMINAL)
+    return Cancellation(state, already_ended=not did_cancel)
 
 
 def _time(unix_s: float | None) -> str:

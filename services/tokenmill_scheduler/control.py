@@ -29,34 +29,39 @@ class Control:
         self._lookup = lookup
         self._check_open = check_open
 
-    async def change(self, command: Command) -> list[tuple[State, bool]]:
-        """At every scheduler that has choices of the request which have not ended; as `_change_at`, for each.
+    async def change(self, command: Command, before: dict[str, State]) -> dict[str, State]:
+        """At every scheduler that has choices of the request which have not ended. Returns the states of all after that, by id.
 
-        Raises ChangingHands when one is, and may have changed others then: a change can be given again.
+        Raises ChangingHands when one is, and may have changed others then: a change can be given again. `before` is kept from try
+        to try: each choice's state when it was first seen, which tells what the tries have done together.
         """
         choices = await self._lookup.choices(command.request_id)
+        for found in choices:
+            before.setdefault(found.request.request_id, found.state)
         holders: dict[int | None, LiveRequest | StoredRequest] = {}
         for found in choices:
             if found.state not in TERMINAL:
                 holders.setdefault(None if isinstance(found, LiveRequest) else found.lease, found)
-        states = [await self._change_at(found, command) for found in holders.values() or choices[:1]]
-        for found in await self._lookup.choices(command.request_id) if len(choices) > 1 else ():
-            self._check_changed(found, command)
-        return states
+        after = [await self._change_at(found, command) for found in holders.values()]
+        if not after:
+            # Their end may not be durable yet.
+            await self.durable()
+            after = choices
+        elif len(choices) > 1:
+            after = await self._lookup.choices(command.request_id)
+            for found in after:
+                self._check_changed(found, command)
+        return {found.request.request_id: found.state for found in after}
 
-    async def _change_at(self, found: LiveRequest | StoredRequest, command: Command) -> tuple[State, bool]:
-        """At the scheduler that has this choice, all that it has of the request. Returns its state, and if it had ended before."""
-        if found.state in TERMINAL:
-            await self.durable()
-            return found.state, True
+    async def _change_at(self, found: LiveRequest | StoredRequest, command: Command) -> LiveRequest | StoredRequest:
+        """At the scheduler that has this choice, all that it has of the request. Returns the choice as it is then."""
         command = replace(command, detail=changes_in_words(found.request, command.priority, command.deadline_s))
-        if isinstance(found, LiveRequest):
-            self._check_open()
-            self.carry_out(command)
-            await self.durable()
-            return found.state, False
-        after = await self._ask(found, command)
-        return after.state, after.state in TERMINAL and after.state is not State.CANCELLED
+        if not isinstance(found, LiveRequest):
+            return await self._ask(found, command)
+        self._check_open()
+        self.carry_out(command)
+        await self.durable()
+        return found
 
     def _check_changed(self, found: LiveRequest | StoredRequest, command: Command) -> None:
         """Raises ChangingHands for one that is on its way in or out, where nobody changes it."""

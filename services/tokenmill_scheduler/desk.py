@@ -162,6 +162,8 @@ class RequestStatus:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
+    """`already_ended`: the call cancelled nothing. Of several choices `state` is CANCELLED when one is, else that of the first."""
+
     state: State
     already_ended: bool
 

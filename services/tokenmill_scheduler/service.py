@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenmill_scheduler.arrivals import Arrivals
-from tokenmill_scheduler.changes import second_try
+from tokenmill_scheduler.changes import cancellation, second_try
 from tokenmill_scheduler.control import Control
 from tokenmill_scheduler.core import records as core
 from tokenmill_scheduler.core.backlog import QueueLimits
@@ -202,16 +202,16 @@ class Service:
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
         command = Command(_NOBODY, request_id, Verb.CANCEL, reason, actor=actor)
-        states = await self._lookup.once_settled(partial(self._control.change, command))
-        return Cancellation(states[0][0], already_ended=all(had_ended for _, had_ended in states))
+        before: dict[str, State] = {}
+        return cancellation(before, await self._lookup.once_settled(partial(self._control.change, command, before)))
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
         command = Command(_NOBODY, request_id, Verb.UPDATE, reason, priority, deadline_s, actor)
-        states = await self._lookup.once_settled(partial(self._control.change, command))
-        if all(state in TERMINAL for state, _ in states):
-            raise RequestEnded(f"request {request_id} has ended: {states[0][0]}")
+        states = await self._lookup.once_settled(partial(self._control.change, command, {}))
+        if all(state in TERMINAL for state in states.values()):
+            raise RequestEnded(f"request {request_id} has ended: {next(iter(states.values()))}")
         return await self.status(request_id)
 
     async def retry(self, request_id: str, new_request_id: str, reason: str, actor: str) -> None:

@@ -167,7 +167,8 @@ class FakeDesk:
         choices = [self.entries[choice] for choice in choice_ids(self._entry(request_id).request)]
         running = [entry for entry in choices if entry.ended is None]
         if not running:
-            return Cancellation(choices[0].state, already_ended=True)
+            cancelled = any(entry.state is State.CANCELLED for entry in choices)
+            return Cancellation(State.CANCELLED if cancelled else choices[0].state, already_ended=True)
         self.changes.append(("cancel", request_id, reason, actor))
         for entry in running:
             self._end(entry, State.CANCELLED, FinishReason.CANCELLED, reason)

@@ -13,6 +13,7 @@ from typing import Any
 from tokenmill.admin.v1 import admin_pb2 as pb
 from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 
+from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.request import TERMINAL, Lane, State
 from tokenmill_scheduler.desk import Desk, OperatorDesk, UnknownRequest
@@ -202,9 +203,12 @@ class AdminServicer(AdminServiceServicer):
 
     async def _preview(self, request_id: str) -> pb.CancelRequestsResponse.Outcome:
         try:
-            state = (await self._desk.status(read_request_id(request_id))).stored.state
+            first = (await self._desk.status(read_request_id(request_id))).stored
+            others = [(await self._desk.status(choice)).stored for choice in choice_ids(first.request)[1:]]
         except (UnknownRequest, InvalidArgument):
             return pb.CancelRequestsResponse.Outcome(request_id=request_id, not_found=True)
+        # That of a choice to be cancelled, if there is one.
+        state = next((choice.state for choice in (first, *others) if choice.state not in TERMINAL), first.state)
         return pb.CancelRequestsResponse.Outcome(
             request_id=request_id, state=convert.STATES[state], already_ended=state in TERMINAL
         )

@@ -298,3 +298,12 @@ async def test_a_filter_that_names_the_first_choice_names_the_request_once(serve
     answer = await served.admin.CancelRequests(admin_pb2.CancelRequestsRequest(filter=admin_pb2.RequestFilter(tenant="default")))
     assert [(outcome.request_id, outcome.already_ended) for outcome in answer.outcomes] == [("c", False)]
     assert served.desk.entries["c/1"].state is State.CANCELLED
+
+
+async def test_a_dry_run_looks_at_every_choice(served: Served) -> None:
+    await served.inference.Submit(pb.SubmitRequest(request=choices(2).request))
+    served.desk.end("a", State.EXPIRED)
+    for dry_run, states in ((True, (State.EXPIRED, State.WAITING)), (False, (State.EXPIRED, State.CANCELLED))):
+        answer = await served.admin.CancelRequests(admin_pb2.CancelRequestsRequest(request_ids=["a"], dry_run=dry_run))
+        assert [outcome.already_ended for outcome in answer.outcomes] == [False]
+        assert (served.desk.entries["a"].state, served.desk.entries["a/1"].state) == states

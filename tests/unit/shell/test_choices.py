@@ -106,6 +106,7 @@ async def test_a_request_whose_first_choice_has_ended_can_still_be_cancelled_and
     assert [found.request.priority for name in ("a/1", "a/2") if (found := shell.ledger.find(name))] == [7, 7]
     assert await shell.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
     assert states(shell) == [State.EXPIRED, State.CANCELLED, State.CANCELLED]
+    assert await shell.service.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
     with pytest.raises(RequestEnded):
         await shell.service.update("a", 8, None)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tokenmill_scheduler.core.choices import further_choices
-from tokenmill_scheduler.core.records import ExecutorsAwaited, KnownExecutor, Tick
+from tokenmill_scheduler.core.records import ExecutorsAwaited, KnownExecutor, Tick, Transitioned
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.waiting import WaitCode
 from tokenmill_scheduler.desk import Cancellation, Chunk, Ended, Unavailable
@@ -320,27 +321,42 @@ async def test_choices_of_a_request_at_several_schedulers_are_changed_by_one_cal
         task.cancel()
 
 
-async def test_a_cancel_that_misses_a_choice_on_its_way_to_another_scheduler_is_given_again() -> None:
-    """Found by a random life: the cancel was answered when it had reached the other choice."""
-    ledger = MemoryLedger()
+@asynccontextmanager
+async def cancelling_while(ledger: MemoryLedger, choice: str) -> AsyncIterator[tuple[asyncio.Task[Cancellation], Shell, Lease]]:
+    """A cancel of a request of two choices, given at the scheduler that this choice is on its way to; the other is cancelled."""
     (mine, my_lease), (other, lease) = start(ledger, "mine"), start(ledger, "other")
     await mine.submit(request("a", n=2, best_of=2))
     ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
-    asking, sending = (asyncio.create_task(work) for work in (other.service.cancel("a", ""), other.service.relay.send()))
+    asking, sending = asyncio.create_task(other.service.cancel("a", "")), asyncio.create_task(other.service.relay.send())
 
     async def is_asked() -> bool:
         return bool(ledger.received(my_lease))
 
     await eventually(is_asked)
-    mine.loop.hand_over(("a/1",))
-    ledger.write([Handover("played", ("a/1",), (0,))], my_lease)
+    mine.loop.hand_over((choice,))
+    ledger.write([Handover("played", (choice,), (0,))], my_lease)
     await obey(mine, my_lease)
     await settle()
     assert not asking.done()
-    await obey(other, lease)
-    assert await asking == Cancellation(State.CANCELLED, already_ended=False)
-    assert list(ledger.unfinished()) == []
+    yield asking, other, lease
     sending.cancel()
+
+
+async def test_a_cancel_that_misses_a_choice_on_its_way_to_another_scheduler_is_given_again() -> None:
+    """Found by a random life: the cancel was answered when it had reached the other choice."""
+    ledger = MemoryLedger()
+    async with cancelling_while(ledger, "a/1") as (asking, other, lease):
+        await obey(other, lease)
+        assert await asking == Cancellation(State.CANCELLED, already_ended=False)
+        assert list(ledger.unfinished()) == []
+
+
+async def test_a_cancel_given_again_that_finds_the_rest_ended_says_what_its_first_try_did() -> None:
+    ledger = MemoryLedger()
+    async with cancelling_while(ledger, "a") as (asking, other, lease):
+        ledger.write([Transitioned("a", State.WAITING, State.EXPIRED, 9.0, finish_reason=FinishReason.EXPIRED)], lease)
+        assert await asking == Cancellation(State.CANCELLED, already_ended=False)
+        assert await other.service.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
 
 
 async def test_a_long_request_is_not_failed_between_a_takeover_and_its_news() -> None:

@@ -610,9 +610,11 @@ class CancelResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ALREADY_ENDED_FIELD_NUMBER: _builtins.int
     state: _types_pb2.RequestState.ValueType
-    """The request's state after the call."""
+    """The request's state after the call. Of several choices, CANCELLED when one of them is, else that of the first: a cancel that is
+    given again is answered with the same state.
+    """
     already_ended: _builtins.bool
-    """It had ended before this call, which changed nothing."""
+    """It had ended before this call, which cancelled none of its choices."""
     def __init__(
         self,
         *,
