@@ -45,7 +45,7 @@ _OPTIONS: tuple[Callable[[F], F], ...] = (
     click.option("--best-of", type=int, help="Make so many, and give the best of them: those of the highest mean log probability."),
     click.option("--logprobs", type=int, help="Log probabilities of this many likeliest tokens (with --json)."),
     click.option("--model", help="The model.  [default: the only one served]"),
-    click.option("--priority", type=int, help="Higher runs sooner.  [default: 0]"),
+    click.option("--priority", type=int, help="Higher runs sooner, with policy priority.  [default: 0]"),
     click.option("--lane", type=click.Choice([lane.value for lane in Lane]), help="Quality of service.  [default: standard]"),
     click.option("--timeout", type=float, metavar="SECONDS", help="End the request so long after it was accepted."),
     click.option("--queue-timeout", type=float, metavar="SECONDS", help="End it if it has not run by then."),

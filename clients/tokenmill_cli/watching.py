@@ -1,22 +1,20 @@
-"""Requests as a table, and followed while they run."""
+"""Requests followed while they run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import click
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from tokenmill_client import Client, RequestFilter, RequestInfo, RequestState
 
 from tokenmill_cli.app import App, console
-from tokenmill_cli.output import age, local_time, print_json_line, table
+from tokenmill_cli.output import local_time, print_json_line
+from tokenmill_cli.views import request_table
 
-_COLUMNS = ("REQUEST", "STATE", "LANE", "PRIO", "TOKENS", "AGE", "TENANT")
 _PAGE_SIZE = 1_000
 _UNFINISHED = tuple(state for state in RequestState if not state.ended)
 
@@ -24,22 +22,6 @@ _UNFINISHED = tuple(state for state in RequestState if not state.ended)
 interval_option = click.option(
     "--interval", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS", help="Between two looks."
 )
-
-
-def request_table(infos: Sequence[RequestInfo]) -> Table:
-    rows = [
-        (
-            info.request_id,
-            info.state,
-            info.lane,
-            info.priority,
-            f"{info.usage.prompt_tokens}+{info.usage.output_tokens}",
-            age(info.submitted_at),
-            info.tenant,
-        )
-        for info in infos
-    ]
-    return table(_COLUMNS, rows, right=("PRIO", "TOKENS", "AGE"))
 
 
 def watch_one(app: App, client: Client, request_id: str, interval_s: float) -> None:
@@ -92,7 +74,7 @@ def _watch_lines(app: App, client: Client, listing: Listing, interval_s: float) 
     while True:
         infos = listing.read(client)
         now = {info.request_id: info for info in infos}
-        gone = [_found(client, request_id) for request_id in last.keys() - now.keys()]
+        gone = [_found(client, request_id) for request_id in last if request_id not in now]
         for info in [*gone, *infos]:
             before = last.get(info.request_id)
             if before is None or (before.state, before.priority) != (info.state, info.priority):

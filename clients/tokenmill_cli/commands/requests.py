@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any
 
 import click
-from rich.table import Table
 from tokenmill_client import AlreadyEnded, Client, NotFound, RequestFilter, RequestInfo
-from tokenmill_client.records import CancelOutcome, RequestLife, RequestSnapshot
+from tokenmill_client.records import CancelOutcome
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.commands.actions import action_table
 from tokenmill_cli.exits import CommandError, ExitCode
 from tokenmill_cli.filters import filter_options, request_filter
-from tokenmill_cli.output import facts, local_time, print_json, show, table
-from tokenmill_cli.watching import Listing, interval_option, request_table, watch_one
+from tokenmill_cli.output import facts, print_json, show, table
+from tokenmill_cli.views import choice_table, request_facts, request_table, transition_table
+from tokenmill_cli.watching import Listing, interval_option, watch_one
 from tokenmill_cli.watching import watch as watch_listing
 
 
@@ -70,61 +70,20 @@ def get(app: App, request_id: str, with_text: bool) -> None:
         print_json({"info": life.info, "transitions": life.transitions, "actions": actions, "choices": snapshot.choices, **extra})
         return
     screen = console()
-    show(screen, facts(_facts(life.info)))
+    show(screen, facts(request_facts(life.info)))
     click.echo()
-    show(screen, _transitions(life))
+    show(screen, transition_table(life))
     if actions:
         click.echo()
         show(screen, action_table(actions))
     if snapshot.choices:
         click.echo()
-        show(screen, _choices(snapshot))
+        show(screen, choice_table(snapshot))
     if with_text:
         for choice in snapshot.choices:
             click.echo(f"\n[{choice.choice}] {choice.output_text}")
         if not snapshot.choices:
             click.echo(f"\n{snapshot.output_text}")
-
-
-def _facts(info: RequestInfo) -> list[tuple[str, object]]:
-    return [
-        ("request", info.request_id),
-        ("model", info.model),
-        ("tenant", info.tenant),
-        ("state", info.state),
-        ("finish reason", info.finish_reason),
-        ("error", info.error),
-        ("waits because", f"{info.wait_reason} ({info.wait_code})" if info.wait_code else info.wait_reason),
-        ("executor", info.executor),
-        ("lane", info.lane),
-        ("priority", info.priority),
-        ("choice", f"{info.choice} of {info.n} of {info.parent_id or info.request_id}" if info.n > 1 else ""),
-        ("second try of", info.retry_of),
-        ("tokens", f"{info.usage.prompt_tokens} prompt, {info.usage.output_tokens} output"),
-        ("preemptions", info.preemptions),
-        ("detached", "yes" if info.detached else "no"),
-        ("submitted", local_time(info.submitted_at)),
-        ("first token", local_time(info.first_token_at)),
-        ("finished", local_time(info.finished_at)),
-        ("deadline", local_time(info.deadline)),
-    ]
-
-
-def _choices(snapshot: RequestSnapshot) -> Table:
-    rows = [
-        (part.choice, part.info.request_id, part.info.state, part.info.finish_reason or "–", part.info.usage.output_tokens)
-        for part in snapshot.choices
-    ]
-    return table(("CHOICE", "REQUEST", "STATE", "FINISH REASON", "TOKENS"), rows, right=("CHOICE", "TOKENS"))
-
-
-def _transitions(life: RequestLife) -> Table:
-    """Times as seconds since the first."""
-    start = life.transitions[0].at if life.transitions else None
-    rows = [
-        (f"+{(move.at - start).total_seconds():.3f} s", move.after, move.reason) for move in life.transitions if start is not None
-    ]
-    return table(("TIME", "STATE", "REASON"), rows, right=("TIME",))
 
 
 @requests.command("cancel")
@@ -207,10 +166,12 @@ def prioritize(app: App, words: tuple[str, ...], deadline_in: float | None, reas
     with app.client() as client:
         update = partial(client.admin.update_request, priority=priority, deadline=deadline, reason=reason)
         infos = [update(words[0])] if by_id else _update_all(update, _confirmed(client, condition, yes))
+        if priority is not None:
+            _say_when_unheeded(client)
     if app.json:
         print_json(infos[0] if by_id else infos)
     elif by_id:
-        show(console(), facts(_facts(infos[0])))
+        show(console(), facts(request_facts(infos[0])))
     else:
         show(console(), request_table(infos))
 
@@ -241,6 +202,12 @@ def _update_all(update: Callable[[str], RequestInfo], request_ids: Sequence[str]
     if ended := len(request_ids) - len(infos):
         click.echo(f"{ended} of {len(request_ids)} had ended before they were changed.", err=True)
     return infos
+
+
+def _say_when_unheeded(client: Client) -> None:
+    now = client.admin.get_policy()
+    if now.policy != "priority":
+        click.echo(f"Policy {now.policy} orders the queue without priorities: see `tokenmill policy set priority`.", err=True)
 
 
 @requests.command("retry")

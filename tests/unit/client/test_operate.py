@@ -162,10 +162,20 @@ def test_prioritize_by_condition_asks_first(server: FakeServer, run: Run) -> Non
         assert run("requests", "prioritize", *wrong)[0] == ExitCode.USAGE
 
 
+def test_prioritize_says_when_the_policy_does_not_heed_priorities(server: FakeServer, run: Run) -> None:
+    submit(server, "a")
+    code, _, err = run("requests", "prioritize", "a", "5")
+    assert (code, err) == (0, "Policy fcfs orders the queue without priorities: see `tokenmill policy set priority`.\n")
+    assert run("requests", "prioritize", "a", "--deadline-in", "60")[2] == ""
+    run("policy", "set", "priority")
+    assert run("requests", "prioritize", "a", "6")[2] == ""
+
+
 def test_prioritize_by_condition_passes_over_what_ends_meanwhile(
     server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(server, "a", "b", tenant="t")
+    server.policy.policy.policy = "priority"
 
     def asked(*_: object, **__: object) -> bool:
         with Client(server.address) as client:
