@@ -4,14 +4,17 @@ A plan should leave as late as possible, so that an arrival or a cancel still ca
 ahead of it ends. `Pacer` asks for plan N + 1 a lead before the expected end of plan N. The lead is the measured round trip and a
 margin, and the margin balances two observations that every result carries:
 
-- the executor waited for this plan (`idle_us`): the margin grows by GROW times that at once;
-- the plan waited for the executor (`queue_us`): the margin shrinks by SHRINK of that.
+- the plan came after the end of the plan ahead (`idle_us`): the margin grows by GROW times that at once;
+- it came before that end (`queue_us`): the margin shrinks by SHRINK of that.
 
 At balance the two are equal, so idle time is at most SHRINK / GROW of the time that plans wait, whatever the jitter of the steps,
-and a plan never waits longer than a step: the executor idles at most SHRINK / GROW, 0.8 %, of the time.
+and a plan never waits longer than a step: the executor idles at most SHRINK / GROW, 0.8 %, of the time. Behind a plan with prefill
+there is a margin of its own: how long such a step takes is not foreseen as well.
 
-A plan of several steps costs one round trip. It may have as many as fit into the time that a token may wait for others
-(`Repeats`); since the next plan cuts it short, what happens meanwhile (`hurry`) waits for one step only.
+A plan of several steps costs one round trip. It is to end when as many are done as fit into the time that a token may wait for
+others (`Repeats`); the next plan cuts it short, so what happens meanwhile (`hurry`) waits for one step only. It may have some more
+steps than fit, for the executor to go on with while the next plan is late: in place of idle and waiting time, the margin is then
+balanced by how much too many or too few steps were done.
 
 Must not know: the core, connections, asyncio.
 """
@@ -67,9 +70,10 @@ class StepTimeModel:
         self._steps = 0
         self._tokens = self._seconds = self._tokens_var = self._covariance = 0.0
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        self._steps += 1
-        weight = max(NEWEST, 1 / self._steps)
+    def observe(self, tokens: int, seconds: float, times: int = 1) -> None:
+        """`times` steps of so many tokens took `seconds` each."""
+        self._steps += times
+        weight = max(1 - (1 - NEWEST) ** times, times / self._steps)
         from_mean = tokens - self._tokens
         self._covariance = (1 - weight) * (self._covariance + weight * from_mean * (seconds - self._seconds))
         self._tokens_var = (1 - weight) * (self._tokens_var + weight * from_mean * from_mean)
@@ -87,12 +91,18 @@ class StepTimeModel:
 
 @dataclass(frozen=True, slots=True)
 class _PlanOut:
-    """`had_work`: work waited for it while the executor was free. `paced`: and the core would have had a plan earlier."""
+    """`had_work`: work waited for it while the executor was free. `paced`: it came when it was thought best, and the core would
+    have had a plan earlier.
+
+    `steps`: how many of its shape's the executor is to take, going on only where the next plan is late. `follows`: the plan ahead.
+    """
 
     shape: StepShape
+    steps: int
     sent_s: float
     had_work: bool
     paced: bool
+    follows: StepShape
 
 
 class Pacer:
@@ -104,7 +114,8 @@ class Pacer:
         self._decode_step_s = inf
         self._hurried = False
         self.joined_s = joined_s
-        self.margin_s = FIRST_MARGIN_S
+        # By whether the plan ahead has prefill: how long that takes is not foreseen as well.
+        self.margins_s = {False: FIRST_MARGIN_S, True: FIRST_MARGIN_S}
         self.round_trip_s = 0.0
         self.last_round_trip_s = 0.0
         self.steps = 0
@@ -113,6 +124,9 @@ class Pacer:
         self.busy_s = 0.0
         self._models = {False: StepTimeModel(), True: StepTimeModel()}
         self._out: deque[_PlanOut] = deque()
+        self._newest = StepShape(0, has_prefill=False)
+        # How much sooner than intended the plan ahead of the oldest one out ended: that one came so much earlier than it need.
+        self._cut_s = 0.0
         # When the oldest plan out started, as a result of no duration would have told us.
         self._started_s = joined_s
         # No plan could be made when one was last asked for: at all, and when none was out.
@@ -129,8 +143,8 @@ class Pacer:
             return None
         if not self._out or (self._hurried and self._out[-1].shape.steps > 1):
             return now_s
-        expected_s = [self._expect(plan.shape) for plan in self._out]
-        lead_s = self.round_trip_s + min(self.margin_s, expected_s[-1])
+        expected_s = [self._expect(plan) for plan in self._out]
+        lead_s = self.round_trip_s + min(self.margins_s[self._newest.has_prefill], expected_s[-1])
         return self._started_s + sum(expected_s) - lead_s
 
     def hurry(self) -> None:
@@ -138,16 +152,20 @@ class Pacer:
         self._hurried = True
 
     def most_steps(self) -> int:
-        """Of the next plan, if it only decodes."""
-        fitting = int(self._repeats.patience_s / max(self._decode_step_s, _LEAST_STEP_S))
-        return max(1, min(self._repeats.max_steps, fitting))
+        """Of the next plan, if it only decodes: some more than fit, for the executor to go on with while the one behind is late."""
+        return min(self._repeats.max_steps, self._fitting_steps() * 5 // 4)
+
+    def _fitting_steps(self) -> int:
+        return max(1, int(self._repeats.patience_s / max(self._decode_step_s, _LEAST_STEP_S)))
 
     def sent(self, shape: StepShape, now_s: float) -> None:
-        self._hurried = False
         if not self._out:
             self._started_s = now_s + self.round_trip_s
-        self._out.append(_PlanOut(shape, now_s, had_work=not self._workless, paced=not self._declined))
-        self._declined = self._workless = False
+        steps = min(shape.steps, self._fitting_steps())
+        paced = not self._declined and not self._hurried
+        self._out.append(_PlanOut(shape, steps, now_s, not self._workless, paced, self._newest))
+        self._newest = shape
+        self._hurried = self._declined = self._workless = False
 
     def declined(self) -> None:
         """Asked for a plan, the core had none to give."""
@@ -167,27 +185,32 @@ class Pacer:
         self.busy_s += steps_s
         if not plan.shape.has_prefill:
             self._decode_step_s = step_s
-        self._models[plan.shape.has_prefill].observe(plan.shape.tokens, step_s)
+        self._models[plan.shape.has_prefill].observe(plan.shape.tokens, step_s, num_steps)
         self._observe_round_trip(max(0.0, now_s - plan.sent_s - queue_s - steps_s))
         self._started_s = now_s
         if plan.had_work:
             self.idle_s += idle_s
         if plan.paced:
-            self._adapt(idle_s, queue_s, step_s)
+            self._adapt(plan.follows, queue_s - idle_s + self._cut_s)
+        cut_s = (plan.steps - num_steps) * step_s
+        # With none out that could have cut it short, its sequences ended.
+        self._cut_s = cut_s if self._out else min(cut_s, 0.0)
 
     def idle_share(self, now_s: float) -> float:
         """Share of the time since it joined that the executor waited for a plan while work waited."""
         return self.idle_s / max(now_s - self.joined_s, 1e-9)
 
-    def _expect(self, shape: StepShape) -> float:
+    def _expect(self, plan: _PlanOut) -> float:
         """A shape never seen counts as instant: its successor leaves at once, which costs lateness of decision, never idle time."""
-        return shape.steps * (self._models[shape.has_prefill].expect(shape.tokens) or 0.0)
+        return plan.steps * (self._models[plan.shape.has_prefill].expect(plan.shape.tokens) or 0.0)
 
     def _observe_round_trip(self, seconds: float) -> None:
         self.last_round_trip_s = seconds
         weight = max(NEWEST, 1 / self.plans)
         self.round_trip_s += weight * (seconds - self.round_trip_s)
 
-    def _adapt(self, idle_s: float, queue_s: float, step_s: float) -> None:
-        margin_s = self.margin_s + GROW * idle_s - SHRINK * queue_s
-        self.margin_s = max(MIN_MARGIN_S, min(margin_s, max(step_s, FIRST_MARGIN_S)))
+    def _adapt(self, ahead: StepShape, early_s: float) -> None:
+        """`early_s`: how long before the intended end of the plan ahead of it a plan came; below zero: how long after."""
+        margin_s = self.margins_s[ahead.has_prefill] - (early_s * SHRINK if early_s > 0 else early_s * GROW)
+        most_s = self._models[ahead.has_prefill].expect(ahead.tokens) or 0.0
+        self.margins_s[ahead.has_prefill] = max(MIN_MARGIN_S, min(margin_s, max(most_s, FIRST_MARGIN_S)))

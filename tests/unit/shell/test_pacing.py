@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from tokenmill_scheduler.core.records import Plan, StepTimes
-from tokenmill_scheduler.pacing import FIRST_MARGIN_S, MIN_MARGIN_S, Pacer, Repeats, StepShape, StepTimeModel
+from tokenmill_scheduler.pacing import FIRST_MARGIN_S, GROW, MIN_MARGIN_S, SHRINK, Pacer, Repeats, StepShape, StepTimeModel
 
 DECODE = StepShape(tokens=8, has_prefill=False)
 PREFILL = StepShape(tokens=512, has_prefill=True)
@@ -138,12 +138,12 @@ def test_idle_time_widens_the_margin_at_once_and_waiting_narrows_it_slowly() -> 
     pacer.answered(StepTimes(forward_us=20_000), 0.02)
     pacer.sent(DECODE, 0.02)
     pacer.answered(StepTimes(forward_us=20_000, idle_us=2_000), 0.042)
-    widened = pacer.margin_s
+    widened = pacer.margins_s[False]
     assert widened == pytest.approx(FIRST_MARGIN_S + 0.004)
     for _ in range(1_000):
         pacer.sent(DECODE, 1.0)
-        pacer.answered(StepTimes(forward_us=20_000, queue_us=_us(pacer.margin_s)), 1.02)
-    assert MIN_MARGIN_S <= pacer.margin_s < 0.001
+        pacer.answered(StepTimes(forward_us=20_000, queue_us=_us(pacer.margins_s[False])), 1.02)
+    assert MIN_MARGIN_S <= pacer.margins_s[False] < 0.001
 
 
 def test_a_stall_is_forgotten() -> None:
@@ -159,7 +159,7 @@ def test_time_without_work_is_no_idle_time() -> None:
     pacer.sent(DECODE, 10.0)
     pacer.answered(StepTimes(forward_us=20_000, idle_us=9_980_000), 10.02)
     assert pacer.idle_share(10.02) == 0.0
-    assert pacer.margin_s == FIRST_MARGIN_S
+    assert pacer.margins_s[False] == FIRST_MARGIN_S
 
 
 def test_idle_time_while_the_core_could_not_plan_counts_but_is_no_matter_of_pace() -> None:
@@ -170,7 +170,7 @@ def test_idle_time_while_the_core_could_not_plan_counts_but_is_no_matter_of_pace
     pacer.sent(DECODE, 0.02)
     pacer.answered(StepTimes(forward_us=20_000, idle_us=500), 0.04)
     assert pacer.idle_share(0.04) == pytest.approx(0.0005 / 0.04)
-    assert pacer.margin_s == FIRST_MARGIN_S
+    assert pacer.margins_s[False] == FIRST_MARGIN_S
 
 
 def test_the_line_through_step_times_follows_tokens() -> None:
@@ -212,8 +212,10 @@ def repeating(max_steps: int = 8, patience_s: float = 0.05) -> Pacer:
     return pacer
 
 
-@pytest.mark.parametrize(("max_steps", "patience_s", "most"), [(8, 0.05, 5), (3, 0.05, 3), (8, 0.0, 1), (8, 0.009, 1), (1, 9.0, 1)])
-def test_steps_go_on_for_as_long_as_a_token_may_wait(max_steps: int, patience_s: float, most: int) -> None:
+@pytest.mark.parametrize(
+    ("max_steps", "patience_s", "most"), [(8, 0.05, 6), (3, 0.05, 3), (8, 0.0, 1), (8, 0.009, 1), (8, 0.03, 3), (1, 9.0, 1)]
+)
+def test_steps_go_on_for_as_long_as_a_token_may_wait_and_a_quarter_in_reserve(max_steps: int, patience_s: float, most: int) -> None:
     assert repeating(max_steps, patience_s).most_steps() == most
 
 
@@ -225,7 +227,7 @@ def test_a_plan_of_several_steps_is_expected_to_take_as_many_times_as_long() -> 
     assert 0.02 + 4 * 0.01 < due_s < 0.02 + 5 * 0.01
     # Cut short after two of them: steps are still of 10 ms.
     pacer.answered(StepTimes(forward_us=20_000), 0.0402, 2)
-    assert (pacer.steps, pacer.plans, pacer.most_steps()) == (3, 2, 5)
+    assert (pacer.steps, pacer.plans, pacer.most_steps()) == (3, 2, 6)
 
 
 def test_what_happens_in_the_middle_of_many_steps_is_planned_at_once_and_only_then() -> None:
@@ -241,6 +243,66 @@ def test_what_happens_in_the_middle_of_many_steps_is_planned_at_once_and_only_th
     pacer.hurry()
     # The plan that is out is one step: the next leaves late in it, as ever.
     assert (pacer.due_s(0.0311) or 0.0) > 0.035
+
+
+def test_the_steps_in_reserve_are_not_waited_for() -> None:
+    pacer = repeating()
+    pacer.sent(replace(DECODE, steps=6), 0.02)
+    due_s = pacer.due_s(0.02)
+    assert due_s is not None
+    assert 0.02 + 4 * 0.01 < due_s < 0.02 + 5 * 0.01
+
+
+@pytest.mark.parametrize(("steps_done", "queue_us", "early_s"), [(6, 8_000, -0.002), (5, 3_000, 0.003), (3, 4_000, 0.024)])
+def test_the_margin_is_balanced_by_steps_too_many_and_too_few(steps_done: int, queue_us: int, early_s: float) -> None:
+    """Of a plan of five steps and one in reserve, cut short by the next one, that then waited for the end of the last."""
+    pacer = repeating()
+    pacer.sent(replace(DECODE, steps=6), 0.02)
+    pacer.sent(DECODE, 0.06)
+    pacer.answered(StepTimes(forward_us=steps_done * 10_000), 0.02 + steps_done * 0.01, steps_done)
+    before_s = pacer.margins_s[False]
+    pacer.answered(StepTimes(forward_us=10_000, queue_us=queue_us), 0.09)
+    change_s = -early_s * (SHRINK if early_s > 0 else GROW)
+    assert pacer.margins_s[False] - before_s == pytest.approx(change_s)
+
+
+def test_a_plan_that_was_hurried_was_not_early() -> None:
+    pacer = repeating()
+    pacer.sent(replace(DECODE, steps=6), 0.02)
+    pacer.hurry()
+    pacer.sent(DECODE, 0.025)
+    pacer.answered(StepTimes(forward_us=10_000), 0.03, 1)
+    pacer.answered(StepTimes(forward_us=10_000, queue_us=5_000), 0.04)
+    assert pacer.margins_s[False] == FIRST_MARGIN_S
+
+
+def test_a_plan_that_comes_when_all_steps_in_reserve_are_done_was_later_than_the_idle_time_tells() -> None:
+    pacer = repeating()
+    pacer.sent(replace(DECODE, steps=6), 0.02)
+    pacer.answered(StepTimes(forward_us=60_000), 0.08, 6)
+    pacer.sent(DECODE, 0.08)
+    pacer.answered(StepTimes(forward_us=10_000, idle_us=1_000), 0.091)
+    assert pacer.margins_s[False] == pytest.approx(min(FIRST_MARGIN_S + GROW * 0.011, 0.010))
+
+
+def test_behind_a_prefill_there_is_a_margin_of_its_own() -> None:
+    pacer = Pacer(depth=2, joined_s=0.0)
+    pacer.sent(PREFILL, 0.0)
+    pacer.answered(StepTimes(forward_us=100_000), 0.1)
+    pacer.sent(DECODE, 0.1)
+    pacer.answered(StepTimes(forward_us=20_000, idle_us=4_000), 0.124)
+    assert pacer.margins_s == {False: FIRST_MARGIN_S, True: pytest.approx(FIRST_MARGIN_S + 0.008)}
+
+
+def test_a_plan_of_many_steps_tells_as_much_of_their_time_as_as_many_plans() -> None:
+    one_by_one, together = StepTimeModel(), StepTimeModel()
+    for model in (one_by_one, together):
+        for _ in range(50):
+            model.observe(8, 0.02)
+    for _ in range(5):
+        one_by_one.observe(8, 0.03)
+    together.observe(8, 0.03, 5)
+    assert together.expect(8) == pytest.approx(one_by_one.expect(8))
 
 
 def test_the_shape_of_a_plan_has_the_tokens_of_each_of_its_steps() -> None:
