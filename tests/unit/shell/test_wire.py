@@ -102,13 +102,13 @@ def test_log_probabilities_belong_to_the_sequences_that_asked() -> None:
 
 
 def test_a_released_sequence_keeps_its_log_probabilities_until_the_release_is_answered() -> None:
-    codec = wire.Codec()
+    codec, goes_on = wire.Codec(), {"finishes": [0, 0]}
     codec.encode(plan_of(admit=(Admission(12, (4,), 1, SAMPLING),)))
     codec.encode(plan_of(6, release=(12,)))
-    assert 1 in codec.decode(result_message(logprobs=[pb.Logprobs(logprob=-1.0)])).logprobs
-    codec.decode(result_message(plan_id=6, num_sampled=[1, 0], token_ids=[70]))
+    assert 1 in codec.decode(result_message(**goes_on, logprobs=[pb.Logprobs(logprob=-1.0)])).logprobs
+    codec.decode(result_message(**goes_on, plan_id=6, num_sampled=[1, 0], token_ids=[70]))
     with pytest.raises(wire.ProtocolError, match="1 log probabilities where 0 were asked for"):
-        codec.decode(result_message(plan_id=7, logprobs=[pb.Logprobs(logprob=-1.0)]))
+        codec.decode(result_message(**goes_on, plan_id=7, logprobs=[pb.Logprobs(logprob=-1.0)]))
 
 
 @pytest.mark.parametrize(
