@@ -57,11 +57,11 @@ class Exposition:
     def _requests(self) -> Iterator[Metric]:
         metrics, scheduler, now_s = self._metrics, self._scheduler, self._loop.clock()
         lanes = {lane.name.lower(): gauge for lane, gauge in metrics.lanes.items()}
-        running = {lane: gauge.running for lane, gauge in lanes.items()}
+        running = {lane.name.lower(): count for lane, count in scheduler.running_by_lane().items()}
         waiting = {lane: len(gauge.waiting) for lane, gauge in lanes.items()}
         oldest = {lane: gauge.oldest_wait_s(now_s) for lane, gauge in lanes.items()}
         accepted = {lane.name.lower(): count for lane, count in metrics.accepted.items()}
-        yield _gauge("num_requests_running", "Requests in an executor's batch", "lane", running)
+        yield _gauge("num_requests_running", "Requests in the batches that executors carry out", "lane", running)
         yield _gauge("num_requests_waiting", "Requests in the queue", "lane", waiting)
         yield _gauge("requests_waiting_by_reason", "Requests in the queue, by why they wait", "reason", self._wait_reasons())
         yield _gauge("oldest_wait_seconds", "Of the request in the queue that has waited longest", "lane", oldest)

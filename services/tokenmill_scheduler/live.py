@@ -155,15 +155,14 @@ class LiveRequests:
             self._orphans.pop(request_id, None)
             self.attended.pop(request_id, None)
 
-    def forget(self, request_id: str, reason: Unavailable) -> State:
-        """Another scheduler's from here on; readers end with `reason`. Returns the state that it is left in."""
+    def forget(self, request_id: str, reason: Unavailable) -> None:
+        """Another scheduler's from here on; readers end with `reason`."""
         live = self._by_id.pop(request_id)
         self.tenants.left(live.request, live.state)
         self._orphans.pop(request_id, None)
         self.attended.pop(request_id, None)
         self.with_stop_strings -= bool(live.request.stop)
         live.feed.close(reason)
-        return live.state
 
     def close_streams(self, reason: Unavailable) -> None:
         for live in self._by_id.values():

@@ -212,7 +212,8 @@ class Loop:
     def forget(self, request_ids: Sequence[str], reason: Unavailable) -> None:
         """Requests that are another scheduler's; who reads them here is told `reason`."""
         for request_id in request_ids:
-            self._count(self._metrics.forget, request_id, self.live.forget(request_id, reason))
+            self.live.forget(request_id, reason)
+            self._count(self._metrics.forget, request_id)
 
     # ---- what there is to see --------------------------------------------------------------------------------------------------
 
@@ -236,8 +237,9 @@ class Loop:
 
     def load(self) -> Load:
         scheduler, counters = self._scheduler, self._scheduler.counters
+        running = scheduler.running_by_lane()
         return Load(
-            num_requests_running=scheduler.num_running,
+            num_requests_running=sum(running.values()),
             num_requests_waiting=scheduler.num_waiting,
             max_num_seqs=scheduler.config.max_num_seqs,
             max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
@@ -261,7 +263,7 @@ class Loop:
             overload_stage=scheduler.overload_stage,
             overload_reason=scheduler.overload_why,
             overload_changes=counters.overload_changes,
-            lanes=self.metrics.lane_loads(self.clock()),
+            lanes=self.metrics.lane_loads(running, self.clock()),
             time_to_first_token=self.metrics.time_to_first_token.total(),
             inter_token_latency=self.metrics.inter_token.total(),
             request_queue_time=self.metrics.queue_time.total(),

@@ -8,19 +8,19 @@ called later than what they tell of, in the same order (`tally.py`). Must not kn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tokenmill_service.histogram import SECONDS, SHARES, SHORT_SECONDS, TOKENS, Histogram
 
 from tokenmill_scheduler.core.records import Result, TokensGenerated, Transitioned
-from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, Lane, Request, State
+from tokenmill_scheduler.core.request import QUEUED, FinishReason, Lane, Request, State
 from tokenmill_scheduler.desk import LaneLoad
 from tokenmill_scheduler.latency import Latency, TokenGaps
 from tokenmill_scheduler.ledger.port import Record
 
 # A tuple looks for the very object first; a set would hash it, which members of an enum do slowly.
-_RUNNING, _QUEUED = tuple(sorted(RUNNING)), tuple(sorted(QUEUED))
+_QUEUED = tuple(sorted(QUEUED))
 
 
 @dataclass(slots=True, eq=False)
@@ -37,19 +37,13 @@ class _Life:
 class LaneGauge:
     """`waiting`: since when each request is in the queue, by id; one that was preempted waits anew."""
 
-    running: int = 0
     waiting: dict[str, float] = field(default_factory=dict)
 
     def moved(self, request_id: str, before: State | None, after: State, at_s: float) -> None:
-        self.running += (after in _RUNNING) - (before in _RUNNING)
         if before in _QUEUED:
             del self.waiting[request_id]
         if after in _QUEUED:
             self.waiting[request_id] = at_s
-
-    def left(self, request_id: str, state: State) -> None:
-        self.running -= state in _RUNNING
-        self.waiting.pop(request_id, None)
 
     def oldest_wait_s(self, now_s: float) -> float:
         """0 when none waits."""
@@ -132,19 +126,19 @@ class Metrics:
         if record.after is State.DONE:
             self.end_to_end.observe(life.lane, now_s - life.arrival_s)
 
-    def forget(self, request_id: str, state: State) -> None:
-        """Another scheduler goes on with it; `state` is the one that it is left in."""
-        self._lives.pop(request_id).gauge.left(request_id, state)
+    def forget(self, request_id: str) -> None:
+        """Another scheduler goes on with it."""
+        self._lives.pop(request_id).gauge.waiting.pop(request_id, None)
         self._gaps.end(request_id)
 
     def refuse(self, reason: str) -> None:
         """A submit; `reason` is one of the few that a status can have."""
         self.refused[reason] += 1
 
-    def lane_loads(self, now_s: float) -> tuple[LaneLoad, ...]:
-        """The most urgent lane first."""
+    def lane_loads(self, running: Mapping[Lane, int], now_s: float) -> tuple[LaneLoad, ...]:
+        """The most urgent lane first; the core knows what is `running`."""
         return tuple(
-            LaneLoad(lane, gauge.running, len(gauge.waiting), gauge.oldest_wait_s(now_s)) for lane, gauge in self.lanes.items()
+            LaneLoad(lane, running[lane], len(gauge.waiting), gauge.oldest_wait_s(now_s)) for lane, gauge in self.lanes.items()
         )
 
     # ---- steps -----------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,12 @@ class ExecutorState:
         """A sequence that the plans out bring to its end takes part in no further step: its slot is free already (C36)."""
         return sum(not sequence.exhausted for sequence in self.running.values())
 
+    def executing(self) -> list[Sequence]:
+        """Running sequences in the batch that is carried out now, so never more than slots: who is admitted by a plan behind that,
+        to a slot that somebody has until then, is not among them yet."""
+        now = self.plans_out[0].plan.plan_id if self.plans_out else self.last_plan_id
+        return [sequence for sequence in self.running.values() if sequence.admitted_in <= now]
+
     def take(self, sequence: Sequence) -> None:
         """It runs here from now on."""
         assert sequence.live is not None

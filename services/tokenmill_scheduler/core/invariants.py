@@ -136,6 +136,7 @@ def check_plans(executor: ExecutorState) -> None:
         assert {a.sequence_id for a in plan.admit} <= set(plan.advance_sequence_ids), "admitted and not advanced"
         assert all(count > 0 for count in plan.advance_max_tokens)
     assert executor.slots_taken <= executor.max_num_seqs
+    assert len(executor.executing()) <= executor.max_num_seqs, "more run at once than there are slots"
 
 
 def check_quarantine(executor: ExecutorState) -> None:

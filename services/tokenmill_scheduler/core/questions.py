@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.counters import Counters, ExecutorView
 from tokenmill_scheduler.core.drain import Drain
@@ -144,8 +146,15 @@ class Questions:
         """Live: copy what you keep."""
         return self._roster.counters
 
+    def running_by_lane(self) -> dict[Lane, int]:
+        """Requests in the batches that executors carry out now: at most as many as they have slots."""
+        executing = [sequence.live for executor in self._roster.executors.values() for sequence in executor.executing()]
+        lanes = Counter(live.request.lane for live in executing if live is not None)
+        return {lane: lanes[lane] for lane in Lane}
+
     @property
     def num_running(self) -> int:
+        """Admitted, those among them whose first step is not the one carried out now (`running_by_lane`)."""
         return sum(len(executor.running) for executor in self._roster.executors.values())
 
     @property
@@ -180,7 +189,7 @@ def _view(executor: ExecutorState, drained: bool) -> ExecutorView:
         block_size=description.block_size,
         blocks=executor.blocks,
         free_blocks=executor.forecast.free,
-        running=len(executor.running),
+        running=len(executor.executing()),
         steps=executor.steps,
         plans_out=len(executor.plans_out),
         max_num_seqs=executor.max_num_seqs,

@@ -118,6 +118,7 @@ class Roster:
         self._last_sequence_id += 1
         limit = live.limit(executor.description.max_model_len)
         sequence = Sequence(self._last_sequence_id, executor.name, live, limit, live.known, live.known)
+        sequence.admitted_in = executor.last_plan_id + 1
         sequence.may_skip = executor.description.caches_prefixes
         sequence.first = live.state is State.WAITING
         executor.take(sequence)

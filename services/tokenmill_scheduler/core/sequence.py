@@ -33,7 +33,8 @@ class Sequence:
     itself. `bookings` has, for each plan out that advances it, by how many tokens at most, in how many steps. `predicted` tokens
     are expected from the prefix cache, until its first result says how many there were.
 
-    `first`: its request has not been admitted before. `may_skip`: its first advance may find tokens that others have computed.
+    `admitted_in`: the plan from which on it has a slot. `first`: its request has not been admitted before. `may_skip`: its first
+    advance may find tokens that others have computed.
     `admission` makes it known to the executor, in the plan that advances it first; None after that. `siblings` are the sequences of
     one prompt that were admitted together, itself among them: the first that is left computes the prompt, the others wait for that
     and share its blocks (see `forks.py`).
@@ -56,6 +57,7 @@ class Sequence:
     confirm_at: int = 1
     narrowed: bool = False
     may_skip: bool = False
+    admitted_in: int = 0
     first: bool = False
     admission: Admission | None = None
     siblings: list[Sequence] = field(default_factory=list)

@@ -127,6 +127,26 @@ def test_c33_static_batches_are_not_disturbed() -> None:
     assert world.core.counters.preemptions == 0
 
 
+def test_no_more_run_than_there_are_slots_while_others_have_their_last_step_before_them() -> None:
+    """Two of one token each have the step, two others its successor: those run when their step does, and each is counted once."""
+    world = World(SchedulerConfig(max_num_seqs=2, watermark=0.0), description())
+    for seed in range(1, 5):
+        world.submit(seed, max_tokens=1, lane=Lane.BATCH if seed > 2 else Lane.STANDARD)
+    counts = []
+    for _ in range(2):
+        world.plan()
+        counts.append((world.core.running_by_lane(), world.core.executors()[0].running, world.core.num_running))
+    standard, batch = ({Lane.REAL_TIME: 0, Lane.STANDARD: s, Lane.BATCH: b} for s, b in ((2, 0), (0, 2)))
+    assert counts == [(standard, 2, 2), (standard, 2, 4)], "the second plan is behind the first"
+    world.step()
+    world.deliver()
+    assert world.core.running_by_lane() == batch
+    world.step()
+    world.deliver()
+    assert sum(world.core.running_by_lane().values()) == 0
+    world.check_idle()
+
+
 def test_c36_slots_of_requests_with_one_token_are_reusable_in_the_very_next_plan() -> None:
     world = World(SchedulerConfig(max_num_seqs=4), description())
     for seed in (1, 2, 4, 5, 7, 8, 10, 11):

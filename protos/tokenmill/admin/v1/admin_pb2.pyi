@@ -598,6 +598,7 @@ class GetLoadResponse(_message.Message):
     STREAMS_OPEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     num_requests_running: _builtins.int
+    """In the batches that executors carry out now: at most max_num_seqs on each."""
     num_requests_waiting: _builtins.int
     max_num_seqs: _builtins.int
     max_num_batched_tokens: _builtins.int
