@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tokenmill_scheduler.__main__ import main
 from tokenmill_scheduler.core.backlog import QueueLimits
-from tokenmill_scheduler.settings import DEFAULT_EXECUTOR, DEFAULT_LISTEN, parse_settings
+from tokenmill_scheduler.flags import DEFAULT_EXECUTOR, DEFAULT_LISTEN
+from tokenmill_scheduler.settings import parse_settings
 from tokenmill_service.flags import SettingsError
 
 
