@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import click
 
+# Ahead of grpc, which reads then how it is to wait for its sockets.
+from tokenmill_service import event_loop  # noqa: F401
+
 from tokenmill_cli.app import root_options
 from tokenmill_cli.exits import CommandError, ExitCode, command_error
 

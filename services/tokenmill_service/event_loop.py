@@ -1,6 +1,6 @@
-"""What both services run on: the event loop, and how gRPC waits for its sockets.
+"""What both services, and the command line, run on: the event loop, and how gRPC waits for its sockets.
 
-To be imported ahead of grpc, which reads its settings when it is imported: first in a service's `__main__`.
+To be imported ahead of grpc, which reads its settings when it is imported: first in a `__main__`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from tokenmill_service.event_loop import new_runner
 from tokenmill_workloads import FIXED, Arrival, Columns, TraceError, at_rate, poisson, read_trace, scale_lengths
 
 from tokenmill_cli.app import App, console, output_options, pass_app, server_options
@@ -136,7 +136,8 @@ def trace(app: App, file: Path, as_poisson: bool, columns: tuple[str, str, str] 
 def _run(app: App, workload: str, arrivals: tuple[Arrival, ...], options: _Options) -> int:
     spec = Spec(workload, arrivals, options.rate, options.seed, options.repeat, options.warmup, options.label)
     try:
-        measured = asyncio.run(_measure(app, spec, options))
+        with new_runner() as runner:
+            measured = runner.run(_measure(app, spec, options))
     except TargetError as error:
         raise CommandError(f"{error}.", ExitCode.UNAVAILABLE) from error
     if options.save is not None:

@@ -1,4 +1,4 @@
-"""gRPC reads its settings when it is imported: the services must have made theirs by then."""
+"""gRPC reads its settings when it is imported: the services, and the command line, must have made theirs by then."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ class Watch(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
 
 sys.meta_path.insert(0, Watch())
-__import__(sys.argv[1])
+for name in sys.argv[1:]:
+    __import__(name)
 """
 
 
-@pytest.mark.parametrize("module", ["tokenmill_scheduler.__main__", "tokenmill_executor.__main__"])
+@pytest.mark.parametrize(
+    "modules", [["tokenmill_scheduler.__main__"], ["tokenmill_executor.__main__"], ["tokenmill_cli.main", "tokenmill_client"]]
+)
 @pytest.mark.parametrize(("given", "seen"), [(None, "-event_engine_client"), ("mine", "mine")])
-def test_a_service_has_set_grpc_up_before_it_is_imported(module: str, given: str | None, seen: str) -> None:
+def test_grpc_is_set_up_before_it_is_imported(modules: list[str], given: str | None, seen: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     if given is not None:
         environment["GRPC_EXPERIMENTS"] = given
-    run = subprocess.run([sys.executable, "-c", _IMPORT, module], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", _IMPORT, *modules], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.startswith(seen)
