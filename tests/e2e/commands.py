@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +29,14 @@ def tokenmill(*argv: str, stdin: str = "", cwd: Path | None = None, **environmen
         env=_environment(environment),
         check=False,
     )
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Returns once it holds; AssertionError when it never does."""
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < give_up_s, "it never came to hold"
+        time.sleep(0.02)
 
 
 class Running:

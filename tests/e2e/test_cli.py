@@ -19,7 +19,8 @@ from tests.fakes.calls import foretold
 from tests.fakes.certificates import Authority
 from tests.fakes.models import smollm2_path
 
-SIMULATED = ("--model", "simulated", "--simulated-step-ms", "2")
+# A request of 4,000 tokens is still at work when four commands have been started one after the other on a busy machine.
+SIMULATED = ("--model", "simulated", "--simulated-step-ms", "10")
 ANYWHERE = ("--listen", "127.0.0.1:0", "--executor-listen", "127.0.0.1:0")
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
 
 from tokenmill_client import Client, RequestState
 from tokenmill_client.records import RequestInfo
 
+from tests.e2e.commands import until
 from tests.fakes.processes import Processes
 
-TIMEOUT_S = 30.0
 TOKENS = """
 [[token]]
 name = "olga"
@@ -21,13 +19,6 @@ sha256 = "{digest}"
 [tenant.search]
 max_num_seqs = {max_num_seqs}
 """
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < give_up_s, "it never came to hold"
-        time.sleep(0.02)
 
 
 def test_a_tenant_at_its_quota_waits_until_the_tenants_file_says_otherwise(processes: Processes) -> None:
@@ -43,15 +34,15 @@ def test_a_tenant_at_its_quota_waits_until_the_tenants_file_says_otherwise(proce
         client.wait_ready()
         for request_id, tenant in (("a", "search"), ("b", "search"), ("c", "mail")):
             client.submit(token_ids=[40, 50], max_tokens=1_000, seed=1, request_id=request_id, tenant=tenant)
-        _until(lambda: info("a").state is info("c").state is RequestState.DECODE)
+        until(lambda: info("a").state is info("c").state is RequestState.DECODE)
         assert info("b").wait_reason == "tenant search has 1 of 1 sequences running"
         assert client.admin.get_load().num_requests_running == 2
 
         file.write_text(TOKENS.format(digest=digest, max_num_seqs=2))
-        _until(lambda: info("b").state is RequestState.DECODE)
+        until(lambda: info("b").state is RequestState.DECODE)
         for request_id in "abc":
             client.cancel(request_id)
         # C68: all gauges are back within a step.
-        _until(lambda: client.admin.get_load().kv_cache_usage == 0.0)
+        until(lambda: client.admin.get_load().kv_cache_usage == 0.0)
         load = client.admin.get_load()
         assert (load.num_requests_running, load.num_requests_waiting, load.queued_tokens) == (0, 0, 0)
