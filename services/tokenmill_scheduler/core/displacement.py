@@ -44,7 +44,7 @@ class Displacement:
         if not self._batching.displaces or not self._anybody_outranks(executor, queue):
             return
         slots = self._batching.open_slots(executor, queue, now_s)
-        budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.exhausted)
+        budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.certain_to_end)
         blocks = self._room.blocks_free(executor)
         running, paused = executor.slots_by_lane(), bool(self._roster.paused)
         lineup = Lineup(queue, running, executor.max_num_seqs, now_s, executor.mirror.hit, paused)
@@ -117,7 +117,7 @@ def _outranked(live: LiveRequest, executor: ExecutorState, queue: WaitingQueue) 
 
 
 def _candidates(executor: ExecutorState) -> list[Sequence]:
-    return [sequence for sequence in executor.running.values() if not sequence.exhausted]
+    return [sequence for sequence in executor.running.values() if not sequence.certain_to_end]
 
 
 def _place(sequence: Sequence, queue: WaitingQueue) -> tuple[float, ...]:

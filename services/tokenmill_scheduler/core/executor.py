@@ -72,8 +72,8 @@ class ExecutorState:
 
     @property
     def slots_taken(self) -> int:
-        """A sequence that the plans out bring to its end takes part in no further step: its slot is free already (C36)."""
-        return sum(not sequence.exhausted for sequence in self.running.values())
+        """A sequence that the plans out are certain to end takes part in no further step: its slot is free already (C36)."""
+        return sum(not sequence.certain_to_end for sequence in self.running.values())
 
     def executing(self) -> list[Sequence]:
         """Running sequences in the batch that is carried out now, so never more than slots: who is admitted by a plan behind that,
@@ -90,7 +90,7 @@ class ExecutorState:
     def slots_by_lane(self) -> dict[Lane, int]:
         """Of the slots taken, those of each lane."""
         taken = self.running_by_lane.copy()
-        for sequence in [s for s in self.running.values() if s.planned_known >= s.limit]:
+        for sequence in [s for s in self.running.values() if s.certain_to_end]:
             assert sequence.live is not None
             taken[sequence.live.request.lane] -= 1
         return taken
@@ -98,7 +98,7 @@ class ExecutorState:
     @property
     def blocks_returning(self) -> int:
         """Blocks that results of plans already decided on will bring back: of sequences leaving, or certain to end."""
-        ending = sum(sequence.reserved for sequence in self.running.values() if sequence.exhausted)
+        ending = sum(sequence.reserved for sequence in self.running.values() if sequence.certain_to_end)
         return ending + sum(sequence.reserved for sequence in self.leaving.values())
 
     def can_hold(self, known: int) -> bool:

@@ -78,7 +78,7 @@ class Planner:
         """The next plan, booked; None when there is nothing to release, admit or advance."""
         draft = self._draft(executor, now_s)
         if max_steps > 1 and draft.sequences and draft.only_decodes and _may_repeat(executor):
-            self._repeat(executor.forecast, draft, max_steps - 1)
+            self._repeat(executor, draft, max_steps - 1)
         return self._issue(executor, draft)
 
     def _draft(self, executor: ExecutorState, now_s: float) -> Draft:
@@ -154,11 +154,14 @@ class Planner:
                 break
             draft.prefill(sequence, executor)
 
-    def _repeat(self, forecast: Forecast, draft: Draft, most: int) -> None:
-        """Lets all of them go on for as many steps as none can end by its length in: a last token is one of a step that is certain,
-        so that its slot is free to be planned with (C36)."""
-        further = min(most, draft.budget // len(draft.sequences), *[s.limit - s.planned_known - 1 for s in draft.sequences])
-        if further < 1 or not all(sequence.computed for sequence in draft.sequences):
+    def _repeat(self, executor: ExecutorState, draft: Draft, most: int) -> None:
+        """Lets all of them go on for as many steps as none passes its limit in. While others wait for its slot, a last token is one
+        of a plan of its own: no plan cuts that short, so that the slot is free to be planned with (C36)."""
+        forecast, others_wait = executor.forecast, len(self._roster.queue(executor.description.model)) > 0
+        left = min(sequence.limit - sequence.planned_known for sequence in draft.sequences) - others_wait
+        further = min(most, draft.budget // len(draft.sequences), left)
+        # Whether a prompt of which much is expected to be cached ends in the plan ahead is not known.
+        if further < 1 or any(sequence.predicted for sequence in draft.sequences):
             return
         wanted = [forecast.wanted(sequence, further) for sequence in draft.sequences]
         if sum(wanted) > forecast.free:

@@ -83,13 +83,18 @@ class Sequence:
         """The plans out bring it to its limit: it is not advanced again."""
         return self.planned_known >= self.limit
 
+    @property
+    def certain_to_end(self) -> bool:
+        """Exhausted, and not by a plan of several steps, which the next one may cut short: its slot is free to be planned with."""
+        return self.exhausted and (not self.bookings or self.bookings[-1][1] == 1)
+
     def plan(self, count: int) -> None:
         """Books an advance by at most `count` tokens in one more plan, of one step."""
         self.bookings.append((count, 1))
         self._carry_out(count, 1)
 
     def go_on(self, steps: int) -> None:
-        """Books so many further steps in the newest plan, of a sequence that decodes and does not reach its limit by them."""
+        """Books so many further steps in the newest plan, of a sequence that decodes and does not pass its limit by them."""
         count, before = self.bookings[-1]
         self.bookings[-1] = (count + steps, before + steps)
         self._decode(steps)

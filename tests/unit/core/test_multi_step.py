@@ -35,12 +35,37 @@ def test_decodes_alone_go_on_for_as_many_steps_as_are_asked_for() -> None:
     assert (made.max_steps, made.advance_max_tokens) == (5, (5, 5))
 
 
-def test_a_last_token_is_one_of_a_step_that_is_certain() -> None:
-    """Six tokens are left to the second: four in this plan, or else its slot could be planned with before it is free."""
+def test_while_nobody_waits_a_plan_goes_on_to_the_first_end() -> None:
     world = running((3, 20), (5, 7), max_steps=9)
+    assert plan(world).max_steps == 6
+    behind = plan(world)
+    assert (behind.max_steps, behind.advance_sequence_ids) == (9, (1,))
+    world.drain()
+    world.check_idle()
+    assert all(world.output(request) == world.expected(request) for request in world.records)
+
+
+def test_while_others_wait_a_last_token_is_one_of_a_step_that_is_certain() -> None:
+    """Six tokens are left to the second: five in this plan, or else its slot could be planned with before it is free."""
+    world = running((3, 20), (5, 7), (3, 20), (3, 20), max_steps=9)
+    world.submit(5, 3, 20)
     assert plan(world).max_steps == 5
     last = plan(world)
-    assert (last.max_steps, last.advance_sequence_ids) == (1, (1, 2))
+    assert (last.max_steps, last.advance_sequence_ids) == (1, (1, 2, 3, 4))
+
+
+def test_the_slot_of_a_sequence_whose_last_steps_may_be_cut_short_is_not_planned_with() -> None:
+    world = running((3, 20), (5, 7), (3, 20), (3, 20), max_steps=9)
+    assert plan(world).max_steps == 6
+    world.submit(5, 3, 20)
+    behind = plan(world)
+    assert (behind.admit, behind.advance_sequence_ids) == ((), (1, 3, 4))
+    assert world.step().num_steps == 1, "cut short: the second is not at its end"
+    world.deliver()
+    world.drain()
+    world.check_idle()
+    assert max(len(made.advance_sequence_ids) for made in world.plans) == 4
+    assert all(world.output(request) == world.expected(request) for request in world.records)
 
 
 def test_c36_the_slot_of_a_sequence_in_its_last_step_is_planned_with_at_once() -> None:
@@ -63,11 +88,11 @@ def test_a_prompt_in_the_plan_makes_it_one_step() -> None:
     assert (len(made.admit), made.max_steps) == (1, 1)
 
 
-def test_the_first_result_of_a_sequence_is_not_waited_for_longer_than_a_step() -> None:
+def test_behind_a_prompt_that_ends_in_the_plan_ahead_steps_go_on() -> None:
     world = World(None, description(multi_step=True))
     world.max_steps = 5
     world.submit(1, 3, 20)
-    assert [plan(world).max_steps, plan(world).max_steps] == [1, 1]
+    assert [plan(world).max_steps, plan(world).max_steps] == [1, 5]
 
 
 def test_the_token_budget_bounds_all_steps_together() -> None:
