@@ -1,8 +1,8 @@
 """The pure scheduler: events in, effects out. No I/O, clock, randomness, logging, protobuf or SQL.
 
-`Scheduler.handle` is the whole of it; `Questions` is what may be asked. Requests and executors live in the `Roster`; `Planner`
-makes plans, asking `Room` who fits; `apply_result` reads results. Same events, same effects, in the same order: nothing iterates
-over a set or draws a number.
+`Scheduler.handle` is the whole of it; `Questions` is what may be asked. Requests and executors live in the `Roster`; `Membership`
+says which executors there are; `Planner` makes plans, asking `Room` who fits; `apply_result` reads results. Same events, same
+effects, in the same order: nothing iterates over a set or draws a number.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.admission import admission_named
 from tokenmill_scheduler.core.batching import batching_named
-from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.lanes import DEFAULT_LANE_SHARES, LaneShares
 from tokenmill_scheduler.core.lengths import OutputLengths
 from tokenmill_scheduler.core.live import Ending
+from tokenmill_scheduler.core.membership import Membership
 from tokenmill_scheduler.core.ordering import AGEING_TURN, MAX_PRIORITY_WAIT_S, Ordering
 from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.planner import Planner
@@ -24,11 +24,9 @@ from tokenmill_scheduler.core.policy import policy_named
 from tokenmill_scheduler.core.prediction import Prediction
 from tokenmill_scheduler.core.questions import Questions
 from tokenmill_scheduler.core.records import (
-    Blocks,
     Cancelled,
     Effect,
     Event,
-    ExecutorDescription,
     ExecutorDrained,
     ExecutorGone,
     ExecutorJoined,
@@ -38,7 +36,6 @@ from tokenmill_scheduler.core.records import (
     ExecutorUndrained,
     Expired,
     HandedOver,
-    KnownExecutor,
     PlanDue,
     PlanIssued,
     PolicyChanged,
@@ -106,6 +103,7 @@ class Scheduler(Questions):
         roster = Roster(_ordering(config, prediction), prediction)
         room = Room(roster, admission_named(config.admission, prediction.lengths), config.watermark)
         super().__init__(roster, batching, room, Warden(roster, config.overload))
+        self._membership = Membership(roster, config.max_num_seqs, config.max_num_batched_tokens, config.max_executor_losses)
         self._planner = Planner(roster, batching, room, self._warden, config.max_overtakes)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -125,19 +123,19 @@ class Scheduler(Questions):
             case Updated():
                 self._updated(event)
             case ExecutorJoined():
-                self._executor_joined(event, now_s)
+                self._membership.joined(event, now_s)
             case ExecutorLost():
-                self._executor_lost(event, now_s)
+                self._membership.lost(event, now_s)
             case ExecutorDrained():
-                self._executor_drained(event, now_s)
+                self._membership.drained(event, now_s)
             case ExecutorUndrained():
-                self._roster.drained.pop(event.executor, None)
+                self._membership.undrained(event)
             case ExecutorsAwaited():
-                self._executors_awaited(event, now_s)
+                self._membership.awaited(event, now_s)
             case ExecutorGone():
-                self._executor_gone(event)
+                self._membership.gone(event)
             case ExecutorsKnown():
-                self._roster.known = {other.description.name: self._known(other) for other in event.executors}
+                self._membership.known(event)
             case HandedOver():
                 for request_id in event.request_ids:
                     self._roster.give_away(self._roster.requests[request_id], now_s)
@@ -199,62 +197,6 @@ class Scheduler(Questions):
             queue.add(live.entry)
         self._roster.watch_deadline(live)
         self._roster.effects.append(event)
-
-    def _executor_joined(self, event: ExecutorJoined, now_s: float) -> None:
-        """A higher epoch ends the lower one; a lower is late news."""
-        description = event.executor
-        known = self._roster.executors.get(description.name)
-        if known is not None:
-            if event.epoch <= known.epoch:
-                return
-            if event.epoch_seen >= known.epoch:
-                self._roster.lose(known, now_s, "executor joined anew")
-                quarantine.survived(self._roster, known.name, known.epoch)
-            else:
-                self._lose(known, now_s, "executor joined anew")
-        executor = self._executor(description, event.blocks, event.epoch)
-        executor.mirror.apply((), event.stored)
-        self._roster.executors[description.name] = executor
-
-    def _executor(self, description: ExecutorDescription, blocks: Blocks, epoch: int = 0) -> ExecutorState:
-        tokens = min(self.config.max_num_batched_tokens, description.max_num_batched_tokens)
-        # Every decode is in every plan, so a step has to have a token for each slot.
-        seqs = min(self.config.max_num_seqs, description.max_num_seqs, tokens)
-        return ExecutorState(description, epoch, blocks, seqs, tokens)
-
-    def _executor_lost(self, event: ExecutorLost, now_s: float) -> None:
-        executor = self._roster.executors.get(event.executor)
-        if executor is not None and executor.joined and executor.epoch == event.epoch:
-            reason = f"executor lost: {event.reason}"
-            if event.lives:
-                self._roster.lose(executor, now_s, reason)
-            else:
-                self._lose(executor, now_s, reason)
-
-    def _lose(self, executor: ExecutorState, now_s: float, reason: str) -> None:
-        """Of what it may have died of, nobody knows."""
-        quarantine.lose(self._roster, executor, now_s, reason, self.config.max_executor_losses)
-
-    def _executor_drained(self, event: ExecutorDrained, now_s: float) -> None:
-        """Remembered for executors that are not there, too."""
-        self._roster.drained[event.executor] = event.why
-        executor = self._roster.executors.get(event.executor)
-        if executor is not None:
-            self._roster.drain(executor, now_s, f"executor drained {event.why}")
-
-    def _executors_awaited(self, event: ExecutorsAwaited, now_s: float) -> None:
-        if not set(event.addresses) <= set(self._roster.awaited):
-            self._roster.awaited_s = now_s
-        self._roster.awaited = event.addresses
-
-    def _executor_gone(self, event: ExecutorGone) -> None:
-        self._roster.executors.pop(event.executor.name, None)
-        self._roster.known[event.executor.name] = self._known(KnownExecutor(event.executor, elsewhere=True))
-
-    def _known(self, executor: KnownExecutor) -> ExecutorState:
-        state = self._executor(executor.description, Blocks(0, 0, 0))
-        state.joined = executor.elsewhere
-        return state
 
     def _policy_changed(self, event: PolicyChanged) -> None:
         policy = policy_named(event.policy, self._roster.prediction.remaining)
