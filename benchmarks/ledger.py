@@ -31,7 +31,7 @@ from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.ledger.port import Lease, Outcome, Submission
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
-from tokenmill_scheduler.server import keep_collector_off_the_hot_path
+from tokenmill_service.collector import keep_collector_off_the_hot_path
 
 from tests.fakes.postgres import PostgresServer, postgres_server
 

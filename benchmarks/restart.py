@@ -46,7 +46,7 @@ SCHEDULER_FLAGS = ("--log-format", "json", "--log-level", "debug")
 STAGES = {
     "starting": "Python and imports",
     "lease taken": "database opened, requests read back",
-    "ready": "listening",
+    "listening": "listening",
     "executor joined": "first executor joined",
     "plan sent": "first plan sent",
 }

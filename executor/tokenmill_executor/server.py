@@ -6,12 +6,10 @@ Health answers from the first moment, NOT_SERVING until the model is loaded; so 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import grpc
 import structlog
@@ -19,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tokenmill.executor.v1 import executor_pb2, executor_pb2_grpc
 from tokenmill_service.address import bound_address, default_name, is_open, lock_address, write_port_file
+from tokenmill_service.collector import collector_paused
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.metrics import MetricsServer
 from tokenmill_service.tls import server_credentials
@@ -144,20 +143,6 @@ async def serve(settings: Settings, make_loader: Callable[[Settings], Loader] = 
 async def _load(server: ExecutorServer) -> None:
     with collector_paused():
         await server.load()
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """For loading, a sixth of whose time goes to looking at new objects that are to stay.
-
-    They are not looked at later either: a full collection over all of torch's would hold up a step.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _announce(settings: Settings, server: ExecutorServer) -> None:

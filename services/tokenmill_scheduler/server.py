@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 import time
@@ -15,13 +14,9 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from tokenmill.admin.v1 import admin_pb2, admin_pb2_grpc
-from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 from tokenmill_service.address import bound_address, is_open, lock_address, write_port_file
+from tokenmill_service.collector import keep_collector_off_the_hot_path
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.metrics import MetricsServer
 from tokenmill_service.tls import channel_credentials, server_credentials
@@ -32,6 +27,7 @@ from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors
 from tokenmill_scheduler.exposition import Exposition
+from tokenmill_scheduler.grpc_server import SERVICES, add_services, new_server
 from tokenmill_scheduler.health import ALIVE_WITHIN_S, LIVENESS, Health
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.intake import Intake
@@ -50,23 +46,15 @@ from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.retention import prune_for_ever
 from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.servicers.admin import AdminServicer
-from tokenmill_scheduler.servicers.auth import AuthInterceptor
-from tokenmill_scheduler.servicers.errors import SUBMIT_REFUSALS, ErrorInterceptor
+from tokenmill_scheduler.servicers.errors import SUBMIT_REFUSALS
 from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.session import Fenced, SessionLimits
 from tokenmill_scheduler.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-SERVICES = (
-    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
-)
-MAX_PENDING_CALLS = 10_000
 # What the last messages may take to reach their clients once all streams have ended.
 LAST_WORDS_S = 1.0
-# Young objects to gather before the collector looks at them, and how much rarer it looks at older ones.
-GC_THRESHOLDS = (50_000, 20, 100)
 
 
 class SchedulerServer:
@@ -122,7 +110,11 @@ class SchedulerServer:
         self._keeper: LeaseKeeper | None = None
         self.operators = Operators(self.loop, ledger, self.service.check_open)
         self._stopping = False
-        self._server = self._make_server()
+        refused = self.loop.metrics.refuse
+        intake = Intake(self.service, max_prompt_tokens=settings.max_prompt_tokens)
+        self._inference = InferenceServicer(self.service, intake, refused)
+        self._server = new_server(self.access, refused, settings.max_message_bytes)
+        add_services(self._server, self._inference, AdminServicer(self.service, self.operators), self._health.servicer)
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
 
@@ -274,33 +266,6 @@ class SchedulerServer:
             return "the loop has failed"
         return "" if self.loop.clock() - self.loop.ticked_s < ALIVE_WITHIN_S else "the loop stands still"
 
-    def _make_server(self) -> grpc.aio.Server:
-        max_message_bytes = self._settings.max_message_bytes
-        server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(self.loop.metrics.refuse), AuthInterceptor(self.access)],
-            options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", max_message_bytes),
-                # Of a burst of more calls than this that wait to be taken, gRPC cancels some at random; its default is 1,000.
-                ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
-                ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
-                # Without this a second server would silently share the port.
-                ("grpc.so_reuseport", 0),
-                # A client whose host is gone is noticed; one may itself ping an idle stream once a second.
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.max_pings_without_data", 0),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-            ],
-        )
-        intake = Intake(self.service, max_prompt_tokens=self._settings.max_prompt_tokens)
-        self._inference = InferenceServicer(self.service, intake, self.loop.metrics.refuse)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.service, self.operators), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
-        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        return server
-
 
 def _open_journal(settings: Settings) -> JournalWriter | None:
     """Raises SettingsError."""
@@ -322,7 +287,7 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     await server.start()
     if settings.port_file is not None:
         write_port_file(settings.port_file, server.address)
-    log.info("ready", address=server.address, executors=list(settings.executors), liveness_service=LIVENESS)
+    log.info("listening", address=server.address, executors=list(settings.executors), liveness_service=LIVENESS)
     keep_collector_off_the_hot_path()
     server.loop.failure.add_done_callback(lambda _: told_to_stop.set())
     await told_to_stop.wait()
@@ -335,10 +300,3 @@ async def serve(settings: Settings, ledger: Ledger) -> int:
     await server.stop()
     log.info("stopped")
     return 1 if error is not None else 0
-
-
-def keep_collector_off_the_hot_path() -> None:
-    """What start-up made is never looked at again, and the collector runs rarely: steps make little garbage that has cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)

@@ -17,9 +17,10 @@ from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill_scheduler import server as server_module
+from tokenmill_scheduler.grpc_server import SERVICES
 from tokenmill_scheduler.health import LIVENESS
 from tokenmill_scheduler.loop import Loop
-from tokenmill_scheduler.server import SERVICES, SchedulerServer
+from tokenmill_scheduler.server import SchedulerServer
 from tokenmill_scheduler.settings import parse_settings
 from tokenmill_service.flags import SettingsError
 

@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_executor.blocks import BlockPool, BlockTable
 from tokenmill_executor.runner import Batch, BlockGroup, StepOutput
-from tokenmill_executor.server import SERVICE_NAME, collector_paused
+from tokenmill_executor.server import SERVICE_NAME
+from tokenmill_service.collector import collector_paused
 
 from tests.fakes.runner import POISON, OracleRunner
 from tests.unit.engine.conftest import Service, Start
