@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from tokenmill_executor.runner import ONE_GROUP, BlockGroup
+from tokenmill_executor.runner import BlockGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,6 @@ class CacheLayout:
     groups: tuple[BlockGroup, ...]
     places: tuple[tuple[int, int], ...]
     layers_per_group: int
-
-    @classmethod
-    def one_group(cls, num_layers: int) -> CacheLayout:
-        """Every block holds all layers, whatever they see."""
-        return cls(ONE_GROUP, tuple((0, layer) for layer in range(num_layers)), num_layers)
 
 
 def cache_layout(windows: SequenceOf[int | None], sinks: int = 0) -> CacheLayout:

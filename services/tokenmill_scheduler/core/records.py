@@ -1,6 +1,7 @@
 """What goes into the core (events) and what comes out (effects), with the plans and results of the plan protocol.
 
-All frozen, none with behaviour. Must not know: protobuf, SQL, asyncio. Times are Unix seconds, passed in by the caller.
+All frozen, none with behaviour. One file, long as it is: this is the core's whole language, read from end to end. Must not know:
+protobuf, SQL, asyncio. Times are Unix seconds, passed in by the caller.
 """
 
 from __future__ import annotations
