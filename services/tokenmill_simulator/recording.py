@@ -1,7 +1,8 @@
 """A service's recorded events as a load, as machines, and as what came of it: for what another policy would have done.
 
 What executors answered cannot be replayed under other plans, so their steps are: a cost is fitted to the times of their results.
-Requests that were cancelled or never ended count with the tokens they made, at least one. Must not know: files, the codec.
+How long the output of a request is, is known of those that were done; others are taken to go on to their max_tokens, and are
+cancelled when they were, when they failed, or where the recording ends. Must not know: files, the codec.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from tokenmill_scheduler.core.records import (
     Event,
     ExecutorDescription,
     ExecutorJoined,
+    Expired,
+    HandedOver,
     PlanIssued,
     PolicyChanged,
     QuotasChanged,
@@ -24,7 +27,7 @@ from tokenmill_scheduler.core.records import (
     Transitioned,
     WeightsChanged,
 )
-from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_workloads import Arrival
 
@@ -40,12 +43,17 @@ from tokenmill_simulator.simulation import Step
 
 @dataclass(slots=True)
 class _Asked:
-    """A request as it was recorded. `before`: tokens that an earlier process had made of it."""
+    """A request as it was recorded. `before`: tokens that an earlier process had made of it. `ended`: how, None if it did not.
+
+    `left_s`: when it was cancelled from outside, failed, or went to another scheduler.
+    """
 
     request: Request
     before: tuple[int, ...]
     at_s: float
     made: int = 0
+    ended: State | None = None
+    left_s: float | None = None
 
 
 class Recording:
@@ -59,9 +67,11 @@ class Recording:
         self._rules: dict[str, Event] = {}
         self._effects: list[tuple[float, list[Effect]]] = []
         self._rows: list[Step] = []
+        self._last_s = 0.0
 
     def saw(self, at_s: float, event: Event, effects: list[Effect], waiting: int) -> None:
         """`waiting` requests are queued now."""
+        self._last_s = at_s
         match event:
             case Submitted():
                 for request in (event.request, *event.choices):
@@ -73,6 +83,9 @@ class Recording:
                 self._policy = event
             case QuotasChanged() | WeightsChanged():
                 self._rules[type(event).__name__] = event
+            case HandedOver():
+                for request_id in event.request_ids:
+                    self._asked[request_id].left_s = at_s
             case ResultArrived():
                 self._answered(event.executor, event.result, at_s, waiting)
         for effect in effects:
@@ -81,9 +94,17 @@ class Recording:
             elif isinstance(effect, TokensGenerated):
                 for request_id, count in zip(effect.request_ids, effect.counts, strict=True):
                     self._asked[request_id].made += count
+            elif isinstance(effect, Transitioned) and effect.after in TERMINAL:
+                self._ended(self._asked[effect.request_id], effect.after, at_s, timed_out=isinstance(event, Expired))
         told: list[Effect] = [effect for effect in effects if isinstance(effect, TokensGenerated | Transitioned)]
         if told:
             self._effects.append((at_s, told))
+
+    def _ended(self, asked: _Asked, state: State, at_s: float, *, timed_out: bool) -> None:
+        """`timed_out`: by a limit of the service's, which the core does not know."""
+        asked.ended = state
+        if timed_out or state in (State.CANCELLED, State.FAILED):
+            asked.left_s = at_s
 
     def _answered(self, executor: str, result: Result, at_s: float, waiting: int) -> None:
         steps = self._steps.get((executor, result.epoch))
@@ -105,7 +126,7 @@ class Recording:
         """In the order of their arrival. Raises ValueError when there are none."""
         if not self._asked:
             raise ValueError("no request was recorded")
-        return [_simulated(asked, asked.at_s - self._start_s) for asked in self._asked.values()]
+        return [_simulated(asked, asked.at_s - self._start_s, self._last_s) for asked in self._asked.values()]
 
     def config(self, base: SchedulerConfig) -> SchedulerConfig:
         """`base`, with the order of queues that was last in force."""
@@ -152,17 +173,22 @@ class Recording:
         return Run("recorded", config, figures, measures)
 
 
-def _simulated(asked: _Asked, at_s: float) -> SimulatedRequest:
+def _simulated(asked: _Asked, at_s: float, last_s: float) -> SimulatedRequest:
     request = asked.request
     prompt = (*request.prompt, *asked.before)
-    left = request.sampling.max_tokens - len(asked.before)
-    deadline_s = None if request.deadline_s is None else request.deadline_s - asked.at_s
+    most = max(1, request.sampling.max_tokens - len(asked.before), asked.made)
+    left_s = last_s if asked.ended is None and asked.left_s is None else asked.left_s
+    deadline_s, queue_deadline_s, leaves_s = (
+        None if time_s is None else time_s - asked.at_s for time_s in (request.deadline_s, request.queue_deadline_s, left_s)
+    )
     return SimulatedRequest(
-        Arrival(at_s, len(prompt), max(1, asked.made)),
+        Arrival(at_s, len(prompt), max(1, asked.made) if asked.ended is State.DONE else most),
         prompt,
         request.priority,
         request.lane,
         request.tenant,
         deadline_s,
-        max(1, left, asked.made),
+        most,
+        queue_deadline_s,
+        leaves_s,
     )

@@ -18,7 +18,8 @@ TOKEN = 0
 class SimulatedRequest:
     """An arrival that makes exactly its `output_tokens`, though its client asks for `max_tokens`, where that is given.
 
-    `prompt` has its very tokens where they are known. `deadline_s` counts from its arrival.
+    `prompt` has its very tokens where they are known. Seconds count from its arrival: its deadline, how long it may wait in the
+    queue, and when its client leaves, if it has not ended by then.
     """
 
     arrival: Arrival
@@ -28,6 +29,8 @@ class SimulatedRequest:
     tenant: str = "default"
     deadline_s: float | None = None
     max_tokens: int | None = None
+    queue_timeout_s: float | None = None
+    leaves_s: float | None = None
 
     @property
     def shares_prefixes(self) -> bool:
@@ -57,6 +60,7 @@ class SimulatedRequest:
             None if self.deadline_s is None else arrival.at_s + self.deadline_s,
             self.tenant,
             lane=self.lane,
+            queue_deadline_s=None if self.queue_timeout_s is None else arrival.at_s + self.queue_timeout_s,
         )
 
 

@@ -140,8 +140,8 @@ class Simulation:
                 drive.plans_out -= 1
                 self._handle(ResultArrived(drive.name, result))
                 self._observer.stepped(step)
-        for submitted in self._entrance.due(self.now_s):
-            self._handle(submitted)
+        for event in self._entrance.due(self.now_s):
+            self._handle(event)
 
     def _handle(self, event: Event) -> list[Effect]:
         effects = self.core.handle(event, self.now_s)
