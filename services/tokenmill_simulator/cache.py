@@ -1,26 +1,32 @@
 """The KV blocks of a model executor: counts of what sequences hold, and a prefix cache of whole prompt blocks.
 
 A cached block is known by its hash. One that nobody uses stays until its room is needed; of those, the one let go first leaves
-first, and of one sequence the last block before the first, so that what is left of a chain is always a first part.
-Must not know: plans, time.
+first, and of one sequence the last block before the first, so that what is left of a chain is always a first part. Where there is
+room in host memory, what leaves the device goes there, and leaves it in the same order. Must not know: plans, time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from tokenmill_scheduler.core.records import Blocks
 
 
 class BlockCache:
-    """`private` blocks belong to one sequence and are only counted; a cached one has `users`, which may be none."""
+    """`private` blocks belong to one sequence and are only counted; a cached one has `users`, which may be none.
 
-    def __init__(self, num_blocks: int) -> None:
+    A hash is cached on the device or in the host's memory, never in both.
+    """
+
+    def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.private = 0
         self._users: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._host: OrderedDict[int, None] = OrderedDict()
         self._stored: list[int] = []
         self._dropped: list[int] = []
 
@@ -33,7 +39,7 @@ class BlockCache:
         return Blocks(self.num_blocks - held - len(self._idle), len(self._idle), held)
 
     def pin(self, hashes: Sequence[int]) -> int:
-        """Takes the longest cached first part of `hashes`; returns its length."""
+        """Takes the longest first part of `hashes` that the device has; returns its length."""
         users = self._users
         for count, block in enumerate(hashes):
             if block not in users:
@@ -43,12 +49,26 @@ class BlockCache:
             users[block] += 1
         return len(hashes)
 
+    def bring_back(self, hashes: Iterable[int]) -> int:
+        """Takes the longest first part of `hashes` that the host has, if there are blocks for it; returns its length."""
+        found = list(takewhile(self._host.__contains__, hashes))
+        if len(found) > self.available:
+            return 0
+        for block in found:
+            del self._host[block]
+        self.take(len(found))
+        self.private -= len(found)
+        self._users.update(dict.fromkeys(found, 1))
+        return len(found)
+
     def take(self, count: int) -> None:
         """`count` blocks for one sequence; the caller has seen that so many are available."""
         for _ in range(count - (self.num_blocks - self.private - len(self._users))):
             block, _ = self._idle.popitem(last=False)
             del self._users[block]
-            self._dropped.append(block)
+            self._host[block] = None
+        while len(self._host) > self.num_host_blocks:
+            self._dropped.append(self._host.popitem(last=False)[0])
         self.private += count
 
     def keep(self, hashes: Sequence[int]) -> list[int]:
@@ -59,6 +79,7 @@ class BlockCache:
         new = [block for block in hashes if block not in self._users]
         for block in new:
             self._users[block] = 1
+            self._host.pop(block, None)
         self._stored += new
         self.private -= len(new)
         return new
@@ -74,8 +95,10 @@ class BlockCache:
         """What has left and what has entered since the last time, by what is there now."""
         if not self._stored and not self._dropped:
             return (), ()
-        users = self._users
-        dropped = tuple([block for block in dict.fromkeys(self._dropped) if block not in users])
-        stored = tuple([block for block in dict.fromkeys(self._stored) if block in users])
+        dropped = tuple([block for block in dict.fromkeys(self._dropped) if not self._is_cached(block)])
+        stored = tuple([block for block in dict.fromkeys(self._stored) if self._is_cached(block)])
         self._stored, self._dropped = [], []
         return dropped, stored
+
+    def _is_cached(self, block: int) -> bool:
+        return block in self._users or block in self._host

@@ -44,8 +44,15 @@ class Machines:
         return [replace(self.description, name=f"executor-{index + 1}") for index in range(self.count)]
 
 
-def machines(preset: Preset, requests: Sequence[SimulatedRequest], count: int = 1, block_size: int | None = None) -> Machines:
-    """Executors of a preset. They cache prefixes where the load says who shares one, in blocks as long as those it names."""
+def machines(
+    preset: Preset, requests: Sequence[SimulatedRequest], count: int = 1, block_size: int | None = None, host_gib: float = 0.0
+) -> Machines:
+    """Executors of a preset. They cache prefixes where the load says who shares one, in blocks as long as those it names.
+
+    `host_gib`: host memory of each for blocks that leave the device. Raises ValueError where its copies were never measured.
+    """
+    if host_gib and not preset.kv_token_bytes:
+        raise ValueError(f"what {preset.name} takes to copy from host memory was not measured")
     named = [request.arrival.hash_block_tokens for request in requests if request.arrival.hash_ids]
     size = block_size or max(named, default=preset.block_size)
     caches = any(request.shares_prefixes for request in requests)
@@ -59,6 +66,7 @@ def machines(preset: Preset, requests: Sequence[SimulatedRequest], count: int = 
         preset.max_num_batched_tokens,
         caches_prefixes=caches,
         cache_version="simulated" if caches else None,
+        num_host_blocks=int(host_gib * 2**30 / (preset.kv_token_bytes * size)) if caches and host_gib else 0,
     )
     return Machines(preset.cost, description, count, preset.service)
 

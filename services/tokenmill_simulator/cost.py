@@ -1,11 +1,12 @@
 """What a step takes, by roofline (Williams et al., "Roofline", CACM 2009): the linear layers either read their weights or compute.
 
-    seconds = fixed + max(weights, rows × r) + decodes × d + KV tokens read × k + query-key pairs × a + chunks × c
+    seconds = fixed + max(weights, rows × r) + decodes × d + KV tokens read × k + query-key pairs × a + chunks × c + copied × h
 
 Every token computed is a row of the linear layers, of a prompt or decoded. `fixed` is launches and the host; a decode's own part is
 what is done for each sequence beside its row: its logits over the vocabulary, sampling, its attention's start. A prompt's chunk
 has all that too, and rows that fill no tile of a matrix product. Attention is added, for it does not overlap with the linear
-layers: decodes read the K and V of their whole context, chunks compute the pairs of each token with all before it.
+layers: decodes read the K and V of their whole context, chunks compute the pairs of each token with all before it. A step waits for
+K and V that come back from the host's memory; what goes there is copied beside the steps.
 
 `ServiceCost` is what lies around the steps. Must not know: plans, machines.
 """
@@ -17,18 +18,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What one step has to do. `kv_tokens`: positions whose K and V are read; `pairs`, query × key, and `chunks`: of prefill."""
+    """What one step has to do. `kv_tokens`: positions whose K and V are read; `pairs`, query × key, and `chunks`: of prefill.
+
+    `copied_tokens`: positions whose K and V come from the host's memory first.
+    """
 
     prefill_tokens: int
     decode_tokens: int
     kv_tokens: int
     pairs: int
     chunks: int
+    copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds: of a step, of reading all weights once, of a row, a decode, a position of context read, a pair, a chunk."""
+    """Seconds: of a step, of reading all weights once, of a row, a decode, a position of context read, a pair, a chunk, a position
+    copied."""
 
     step_s: float
     weights_s: float
@@ -37,11 +43,13 @@ class StepCost:
     kv_token_s: float
     pair_s: float = 0.0
     chunk_s: float = 0.0
+    copy_token_s: float = 0.0
 
     def seconds(self, load: StepLoad) -> float:
         linear_s = max(self.weights_s, (load.prefill_tokens + load.decode_tokens) * self.row_s)
         attention_s = load.kv_tokens * self.kv_token_s + load.pairs * self.pair_s
-        return self.step_s + linear_s + load.decode_tokens * self.decode_s + attention_s + load.chunks * self.chunk_s
+        sequences_s = load.decode_tokens * self.decode_s + load.chunks * self.chunk_s
+        return self.step_s + linear_s + sequences_s + attention_s + load.copied_tokens * self.copy_token_s
 
 
 @dataclass(frozen=True, slots=True)

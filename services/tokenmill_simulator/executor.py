@@ -7,7 +7,7 @@ A sequence makes as many tokens as its request's seed says; all are token 0. Mus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ class ModelExecutor:
 
     def __init__(self, description: ExecutorDescription, cost: StepCost, output_tokens: Sequence[int]) -> None:
         self.description = description
-        self.cache = BlockCache(description.num_blocks)
+        self.cache = BlockCache(description.num_blocks, description.num_host_blocks)
         self._cost = cost
         self._output_tokens = output_tokens
         self._columns: Ints = np.zeros((4, 1024), dtype=np.int64)
@@ -64,7 +64,7 @@ class ModelExecutor:
         for admission in plan.admit:
             self._admit(admission)
         ids: Ints = np.array(plan.advance_sequence_ids, dtype=np.int64)
-        cached = self._start(plan) if self.description.caches_prefixes and plan.admit else None
+        cached, copied = self._start(plan) if self.description.caches_prefixes and plan.admit else ({}, 0)
         columns = self._columns
         known, last = columns[_KNOWN, ids], columns[_LAST, ids]
         start = columns[_COMPUTED, ids]
@@ -77,6 +77,8 @@ class ModelExecutor:
         columns[_KNOWN, ids] = known + samples
         ended = samples & (known + 1 >= last)
         load = step_load(start, counts)
+        if copied:
+            load = replace(load, copied_tokens=copied)
         self._fill()
         finishes = self._finish(ids, ended) if ended.any() else (0,) * len(ids)
         dropped, stored = self.cache.changes()
@@ -150,9 +152,11 @@ class ModelExecutor:
             self._columns[_BLOCKS, ids] = held + lacking
         return faults
 
-    def _start(self, plan: Plan) -> dict[int, int]:
-        """Looks the admitted sequences up in the cache; returns the tokens found for each, beyond what the plan has it compute."""
+    def _start(self, plan: Plan) -> tuple[dict[int, int], int]:
+        """Looks the admitted sequences up in the cache; returns the tokens found for each, beyond what the plan has it compute, and
+        how many of all have to come from the host's memory."""
         found: dict[int, int] = {}
+        copied = 0
         size, version = self.description.block_size, self.description.cache_version
         assert version is not None, "the simulator knows the hashes of its blocks"
         for admission in plan.admit:
@@ -161,12 +165,14 @@ class ModelExecutor:
             # The last known token is always computed.
             most = min(full, (len(admission.token_ids) - 1) // size)
             hits = self.cache.pin(hashes[:most])
+            back = self.cache.bring_back(hashes[hits:most])
+            hits, copied = hits + back, copied + back * size
             prefix = _Prefix(hashes, hits, list(hashes[:hits]))
             self._prefixes[admission.sequence_id] = self._filling[admission.sequence_id] = prefix
             self._columns[_COMPUTED, admission.sequence_id] = hits * size
             self._columns[_BLOCKS, admission.sequence_id] = hits
             found[admission.sequence_id] = hits * size
-        return found
+        return found, copied
 
     def _fill(self) -> None:
         """Prompt blocks that this step has filled can be hit from now on; what a decode fills is nobody's prompt."""

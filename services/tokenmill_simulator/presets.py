@@ -24,12 +24,13 @@ _MEMORY_SHARE = 0.9
 _STEP_S = 1e-3
 _ALL_REDUCE_S = 10e-6
 _BYTES = 2  # of a bfloat16
+_PCIE4, _PCIE5 = 32e9, 64e9  # bytes/s of 16 lanes, one way
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One executor. `kv_tokens` is the room of its KV cache."""
+    """One executor. `kv_tokens` is the room of its KV cache, `kv_token_bytes` what one takes in host memory; 0: no tier there."""
 
     name: str
     about: str
@@ -39,17 +40,19 @@ class Preset:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = BLOCK_SIZE
+    kv_token_bytes: int = 0
     service: ServiceCost = UNMEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Dense bfloat16 FLOP/s without sparsity, bytes/s, bytes: the vendor's data sheet of the SXM form."""
+    """Dense bfloat16 FLOP/s without sparsity, bytes/s, bytes, bytes/s from the host: the vendor's data sheet of the SXM form."""
 
     name: str
     flops: float
     bandwidth: float
     memory: float
+    host_bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,9 @@ class Shape:
         return 4 * self.layers * self.heads * self.head_dim
 
 
-A100 = Device("A100-80GB", 312e12, 2.039e12, 80 * _GB)
-H100 = Device("H100-80GB", 989.4e12, 3.35e12, 80 * _GB)
-H200 = Device("H200-141GB", 989.4e12, 4.8e12, 141 * _GB)
+A100 = Device("A100-80GB", 312e12, 2.039e12, 80 * _GB, _PCIE4)
+H100 = Device("H100-80GB", 989.4e12, 3.35e12, 80 * _GB, _PCIE5)
+H200 = Device("H200-141GB", 989.4e12, 4.8e12, 141 * _GB, _PCIE5)
 SHAPE_8B = Shape("8B", 8.03e9, 32, 32, 8, 128)
 SHAPE_70B = Shape("70B", 70.6e9, 80, 64, 8, 128)
 
@@ -88,13 +91,15 @@ def roofline(name: str, device: Device, shape: Shape, devices: int = 1) -> Prese
     weights = shape.parameters * _BYTES
     row_s = 2 * shape.parameters / flops
     reduce_s = 2 * shape.layers * _ALL_REDUCE_S if devices > 1 else 0.0
-    cost = StepCost(_STEP_S + reduce_s, weights / bandwidth, row_s, 0.0, shape.kv_bytes / bandwidth, shape.pair_flops / flops)
+    kv_s, pair_s = shape.kv_bytes / bandwidth, shape.pair_flops / flops
+    copy_s = shape.kv_bytes / (device.host_bandwidth * devices * _BANDWIDTH_SHARE)
+    cost = StepCost(_STEP_S + reduce_s, weights / bandwidth, row_s, 0.0, kv_s, pair_s, copy_token_s=copy_s)
     kv_tokens = int((device.memory * devices * _MEMORY_SHARE - weights) / shape.kv_bytes)
     about = (
         f"{devices} × {device.name}, {shape.name} in bfloat16: computed from {device.flops / 1e12:g} TFLOP/s × {_COMPUTE_SHARE:g} "
         f"and {device.bandwidth / 1e12:g} TB/s × {_BANDWIDTH_SHARE:g}"
     )
-    return Preset(name, about, cost, kv_tokens, 131_072, max_num_seqs=256, max_num_batched_tokens=2048)
+    return Preset(name, about, cost, kv_tokens, 131_072, 256, 2048, kv_token_bytes=shape.kv_bytes)
 
 
 # ---- measured ------------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class _Options:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     block_size: int | None
+    kv_offloading_size: float
     settings: tuple[str, ...]
     ttft_target: float
     itl_target: float
@@ -52,6 +53,8 @@ _OPTIONS = (
     click.option("--max-num-seqs", type=_AT_LEAST_1, help="Slots; without it, the preset's."),
     click.option("--max-num-batched-tokens", type=_AT_LEAST_1, help="Most tokens in a step; without it, the preset's."),
     click.option("--block-size", type=_AT_LEAST_1, help="Tokens in a KV block; without it the preset's, or the trace's."),
+    click.option("--kv-offloading-size", type=click.FloatRange(min=0), default=0.0, show_default=True, help="GiB of host memory of "
+                 "each machine, for blocks that its prefix cache has no room for."),
     click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other setting of the scheduler's core, or "
                  "a part of one: `lane_shares.batch=20`, `weights.tenant-1=3`, `overload.queue_delay_s=5`."),
     click.option("--max-queue-len", type=_AT_LEAST_1, default=10_000, show_default=True, help="More requests are refused."),
@@ -107,7 +110,8 @@ def _runs(chosen: Preset, requests: list[SimulatedRequest], options: _Options) -
     from tokenmill_simulator.figures import Target
     from tokenmill_simulator.settings import configured
 
-    on = machines(chosen, requests, options.executors, options.block_size)
+    with _naming("--kv-offloading-size"):
+        on = machines(chosen, requests, options.executors, options.block_size, options.kv_offloading_size)
     target = Target(options.ttft_target, options.itl_target)
     admittance = Admittance(QueueLimits(options.max_queue_len, options.max_queue_tokens), options.retries)
     with _naming("--set"):

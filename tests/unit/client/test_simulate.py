@@ -61,6 +61,29 @@ def test_options_shape_the_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["requests"] == 10
 
 
+def test_host_memory_keeps_what_the_device_has_no_room_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Thirty prompts of 40 blocks, each twice, are 1,200 blocks; the device has 833."""
+    trace = tmp_path / "twice.jsonl"
+    prompts = [list(range(40 * number, 40 * number + 40)) for number in range(30)] * 2
+    rows = [
+        {"timestamp": 3_000 * place, "input_length": 40 * 512, "output_length": 2, "hash_ids": hash_ids}
+        for place, hash_ids in enumerate(prompts)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    common = ("--trace", str(trace), "--preset", "h100-8b", "--compare", "lpm")
+    without, with_host = (
+        document(capsys, *common, "--kv-offloading-size", size)["runs"][0]["figures"]["prefix_hit_share"] for size in ("0", "30")
+    )
+    assert without == 0
+    assert with_host == pytest.approx(39 / 80)
+
+
+def test_host_memory_of_a_machine_whose_copies_were_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = simulate(capsys, "--preset", "cpu-smollm2-bf16", "--kv-offloading-size", "1")
+    assert code == ExitCode.USAGE
+    assert "--kv-offloading-size: what cpu-smollm2-bf16 takes" in err
+
+
 def test_settings_of_the_core(capsys: pytest.CaptureFixture[str]) -> None:
     run = document(capsys, "--set", "watermark=0.2", "--compare", "fcfs:4")["runs"][0]
     assert (run["config"]["watermark"], run["config"]["max_num_seqs"]) == (0.2, 4)

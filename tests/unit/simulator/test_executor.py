@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from tokenmill_scheduler.core.records import Admission, Blocks, Plan, SequenceFault, SequenceFinish
 from tokenmill_scheduler.core.request import Sampling
 from tokenmill_simulator.cache import BlockCache
@@ -65,3 +68,45 @@ def test_blocks_leave_the_cache_last_of_a_chain_first() -> None:
     assert cache.pin([11, 12, 13]) == 2
     assert cache.changes() == ((13,), (11, 12))
     assert cache.blocks() == Blocks(0, 0, 4)
+
+
+def test_what_leaves_the_device_is_found_in_host_memory_until_that_is_full_too() -> None:
+    """A first part of a chain stays on the device, its tail is in the host's memory: nothing is dropped, and all is found."""
+    cache = BlockCache(4, num_host_blocks=2)
+    cache.take(3)
+    cache.let_go(0, cache.keep([11, 12, 13]))
+    cache.changes()
+    cache.take(2)
+    assert (cache.blocks(), cache.changes()) == (Blocks(0, 2, 2), ((), ()))
+    assert cache.pin([11, 12, 13]) == 2
+    assert cache.bring_back([13]) == 0, "there is no block for it"
+    cache.let_go(2, [])
+    assert cache.bring_back([13, 14]) == 1
+    assert (cache.blocks(), cache.changes()) == (Blocks(1, 0, 3), ((), ()))
+    cache.let_go(0, [11, 12, 13])
+    cache.take(4)
+    assert cache.changes() == ((13,), ()), "the tail went there first, so it leaves first"
+    assert cache.pin([11, 12]) == cache.bring_back([11, 12]) == 0
+    cache.let_go(4, [])
+    assert cache.bring_back([11, 12]) == 2
+
+
+def test_a_block_computed_anew_is_no_more_in_host_memory() -> None:
+    """So it is the newest there when it leaves the device again."""
+    cache = BlockCache(1, num_host_blocks=2)
+    for block in (11, 12, 11, 13):
+        cache.take(1)
+        cache.let_go(0, cache.keep([block]))
+    cache.changes()
+    cache.take(1)
+    assert cache.changes() == ((12,), ())
+
+
+def test_a_prefix_in_host_memory_is_copied_and_not_computed() -> None:
+    description = replace(small_machines(num_blocks=4, caching=True).description, num_host_blocks=4)
+    model = ModelExecutor(description, replace(COST, copy_token_s=1e-5), [1, 1, 1])
+    for number, token in enumerate((7, 8, 7), 1):
+        prompt = Admission(number, (token,) * 16, 16, Sampling(1, seed=0))
+        result, seconds = model.step(plan(number, {number: 16}, (prompt,)))
+    assert (result.num_cached, result.num_computed) == ((12,), (4,)), "the last token is computed, and its block with it"
+    assert seconds == pytest.approx(COST.step_s + 4 * COST.row_s + 12e-5)
