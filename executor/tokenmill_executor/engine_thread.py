@@ -46,27 +46,30 @@ class EngineThread:
         self._check_after_s = check_after_s
         self._check: asyncio.TimerHandle | None = None
         self._plans_begun = 0
-        # Counted on the event loop's thread, and on the engine's.
-        self._jobs_queued = 0
-        self._jobs_begun = 0
+        # Jobs that cut the plan ahead of them short, counted on the event loop's thread, and on the engine's.
+        self._cuts_queued = 0
+        self._cuts_begun = 0
         self._closing = False
 
     @property
     def loaded(self) -> bool:
         return self._engine is not None
 
-    def run(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Carries out `job` behind all earlier ones. To cancel the future does not stop a job that has begun."""
-        self._jobs_queued += 1
-        return asyncio.get_running_loop().run_in_executor(self._pool, self._begin, job)
+    def run(self, job: Callable[[], T], cuts: bool = True) -> asyncio.Future[T]:
+        """Carries out `job` behind all earlier ones. To cancel the future does not stop a job that has begun.
 
-    def _begin(self, job: Callable[[], T]) -> T:
-        self._jobs_begun += 1
+        `cuts`: a plan in progress begins no further step, so that the job's turn comes sooner.
+        """
+        self._cuts_queued += cuts
+        return asyncio.get_running_loop().run_in_executor(self._pool, self._begin, job, cuts)
+
+    def _begin(self, job: Callable[[], T], cuts: bool) -> T:
+        self._cuts_begun += cuts
         return job()
 
     def _is_awaited(self) -> bool:
-        """Whether a job waits for the one in progress."""
-        return self._jobs_queued != self._jobs_begun
+        """Whether a job waits that the one in progress is to be cut short for."""
+        return self._cuts_queued != self._cuts_begun
 
     async def load(self, make_engine: Callable[[], Engine]) -> None:
         """Makes the engine on its own thread, so that the event loop goes on and a device context has one owner."""
@@ -79,7 +82,7 @@ class EngineThread:
         Both are called on the engine's thread.
         """
         arrived_s = time.perf_counter()
-        answer = self.run(lambda: self._carry_out(plan, wanted, began, arrived_s))
+        answer = self.run(lambda: self._carry_out(plan, wanted, began, arrived_s), cuts=not plan.after_all_steps)
         self.metrics.plans_queued += 1
         self._plans_begun += 1
         answer.add_done_callback(self._answered)

@@ -47,7 +47,8 @@ class Admission:
 class Plan:
     """Release, then admit, then advance sequence i by at most `advance_max_tokens[i]` tokens towards its end.
 
-    With `max_steps` above 1, those that have sampled go on, a token a step, as far as that allows.
+    With `max_steps` above 1, those that have sampled go on, a token a step, as far as that allows. A plan that is `after_all_steps`
+    does not cut the one ahead of it short.
     """
 
     epoch: int
@@ -57,6 +58,7 @@ class Plan:
     advance_sequence_ids: SequenceOf[int] = ()
     advance_max_tokens: SequenceOf[int] = ()
     max_steps: int = 1
+    after_all_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

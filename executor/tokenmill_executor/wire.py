@@ -51,7 +51,8 @@ def decode_plan(message: pb.Plan, epoch: int, plan_id: int, limits: PlanLimits) 
             f"plan.advance_max_tokens adds up to {sum(max_tokens)}, max_num_batched_tokens is {limits.max_num_batched_tokens}"
         )
     admit = [_decode_admission(index, admission) for index, admission in enumerate(message.admit)]
-    return Plan(epoch, plan_id, list(message.release), admit, sequence_ids, max_tokens, max(1, message.max_steps))
+    max_steps = max(1, message.max_steps)
+    return Plan(epoch, plan_id, list(message.release), admit, sequence_ids, max_tokens, max_steps, message.after_all_steps)
 
 
 def _decode_admission(index: int, message: pb.Admission) -> Admission:

@@ -348,8 +348,9 @@ class Loop:
 
     def _send(self, issued: PlanIssued) -> None:
         drive = self.drives[issued.executor]
-        drive.link.send(issued.plan)
-        drive.pacer.sent(StepShape.of(issued.plan), _now())
+        plan = replace(issued.plan, after_all_steps=True) if drive.pacer.lets_finish else issued.plan
+        drive.link.send(plan)
+        drive.pacer.sent(StepShape.of(plan), _now())
         self._log.debug("plan sent", executor=issued.executor, epoch=issued.plan.epoch, plan=issued.plan.plan_id)
 
     def _record(self, records: Sequence[Record]) -> None:

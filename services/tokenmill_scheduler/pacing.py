@@ -12,9 +12,9 @@ and a plan never waits longer than a step: the executor idles at most SHRINK / G
 there is a margin of its own: how long such a step takes is not foreseen as well.
 
 A plan of several steps costs one round trip. It is to end when as many are done as fit into the time that a token may wait for
-others (`Repeats`); the next plan cuts it short, so what happens meanwhile (`hurry`) waits for one step only. It may have some more
+others (`Repeats`). The next plan cuts it short, so what happens meanwhile (`hurry`) waits for one step only. It may have some more
 steps than fit, for the executor to go on with while the next plan is late: in place of idle and waiting time, the margin is then
-balanced by how much too many or too few steps were done.
+balanced by how much too many or too few steps were done. Where it has not, as ahead of an end, the next plan lets it finish.
 
 Must not know: the core, connections, asyncio.
 """
@@ -157,6 +157,12 @@ class Pacer:
 
     def _fitting_steps(self) -> int:
         return max(1, int(self._repeats.patience_s / max(self._decode_step_s, _LEAST_STEP_S)))
+
+    @property
+    def lets_finish(self) -> bool:
+        """Whether the next plan is to let the plan ahead take all its steps: nothing has happened, and it has none in reserve."""
+        ahead = self._out[-1] if self._out else None
+        return ahead is not None and not self._hurried and 1 < ahead.shape.steps == ahead.steps
 
     def sent(self, shape: StepShape, now_s: float) -> None:
         if not self._out:

@@ -82,6 +82,7 @@ class Codec:
                 advance_sequence_ids=plan.advance_sequence_ids,
                 advance_max_tokens=plan.advance_max_tokens,
                 max_steps=plan.max_steps,
+                after_all_steps=plan.after_all_steps,
             )
         )
 

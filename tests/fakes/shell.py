@@ -22,7 +22,7 @@ from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable, Outcome, Record, Submission
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
-from tokenmill_scheduler.pacing import Pacer
+from tokenmill_scheduler.pacing import ONE_STEP, Pacer, Repeats
 from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.text.model import TextModel
 from tokenmill_scheduler.wire import ExecutorFacts
@@ -117,11 +117,11 @@ class PlayedExecutor:
         self.unanswered: deque[Plan] = deque()
         self._sequences: dict[int, PlayedSequence] = {}
 
-    def drive(self, epoch: int = 1, depth: int = 2) -> Drive:
+    def drive(self, epoch: int = 1, depth: int = 2, repeats: Repeats = ONE_STEP) -> Drive:
         """As it joins: nothing held."""
         self._sequences.clear()
         self.unanswered.clear()
-        pacer = Pacer(depth, asyncio.get_running_loop().time())
+        pacer = Pacer(depth, asyncio.get_running_loop().time(), repeats)
         return Drive(self, self.facts, epoch, pacer, Blocks(self.total_blocks, 0, 0), joined_s=0.0)
 
     def send(self, plan: Plan) -> None:

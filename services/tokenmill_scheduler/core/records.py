@@ -38,7 +38,8 @@ class Admission:
 class Plan:
     """What one executor is to do: release, then admit, then advance each sequence by at most so many tokens towards its end.
 
-    That is one step, or, of sequences that decode, up to `max_steps` of a token each, until another plan comes.
+    That is one step, or, of sequences that decode, up to `max_steps` of a token each, until another plan comes that is not
+    `after_all_steps`: who sends a plan may have it wait for the one ahead; it is planned as if that could always be cut short.
     """
 
     epoch: int
@@ -48,6 +49,7 @@ class Plan:
     advance_sequence_ids: tuple[int, ...]
     advance_max_tokens: tuple[int, ...]
     max_steps: int = 1
+    after_all_steps: bool = False
 
 
 class SequenceFinish(IntEnum):

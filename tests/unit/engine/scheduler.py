@@ -35,7 +35,12 @@ class FakeScheduler:
         return await self.ended()
 
     async def send(
-        self, advance: dict[int, int], admit: Sequence[pb.Admission] = (), release: Sequence[int] = (), max_steps: int = 0
+        self,
+        advance: dict[int, int],
+        admit: Sequence[pb.Admission] = (),
+        release: Sequence[int] = (),
+        max_steps: int = 0,
+        after_all_steps: bool = False,
     ) -> None:
         self.plan_id += 1
         plan = pb.Plan(
@@ -46,6 +51,7 @@ class FakeScheduler:
             advance_sequence_ids=list(advance),
             advance_max_tokens=list(advance.values()),
             max_steps=max_steps,
+            after_all_steps=after_all_steps,
         )
         await self.call.write(pb.RunRequest(plan=plan))
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
+import pytest
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.records import Admission, Plan, Result, SequenceFault, SequenceFinish
@@ -118,7 +119,10 @@ def test_a_step_that_fails_for_one_sequence_goes_on_for_the_others() -> None:
 # ---- over gRPC -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_next_plan_ends_one_of_many_steps_after_the_step_in_progress(start: Start) -> None:
+@pytest.mark.parametrize(("after_all_steps", "steps"), [(False, 1), (True, 50)])
+async def test_the_next_plan_ends_one_of_many_steps_after_the_step_in_progress_unless_it_lets_it_finish(
+    start: Start, after_all_steps: bool, steps: int
+) -> None:
     gate = threading.Event()
     runner = OracleRunner(gate=gate)
     service = await start(runner, "--block-size=4")
@@ -127,7 +131,7 @@ async def test_the_next_plan_ends_one_of_many_steps_after_the_step_in_progress(s
     try:
         await scheduler.send({1: 50}, [message(1, [5], max_tokens=60)], max_steps=50)
         await asyncio.to_thread(runner.stepping.wait, 60)
-        await scheduler.send({1: 1})
+        await scheduler.send({1: 1}, after_all_steps=after_all_steps)
 
         async def both_are_here() -> bool:
             return service.server.thread.metrics.plans_queued == 2
@@ -136,5 +140,5 @@ async def test_the_next_plan_ends_one_of_many_steps_after_the_step_in_progress(s
     finally:
         gate.set()
     first, second = await scheduler.result(), await scheduler.result()
-    assert (first.num_steps, list(first.num_sampled), second.num_steps) == (1, [1], 1)
-    assert [*first.token_ids, *second.token_ids] == oracle_output([5], 2)
+    assert (first.num_steps, list(first.num_sampled), second.num_steps) == (steps, [steps], 1)
+    assert [*first.token_ids, *second.token_ids] == oracle_output([5], steps + 1)

@@ -266,6 +266,16 @@ def test_the_margin_is_balanced_by_steps_too_many_and_too_few(steps_done: int, q
     assert pacer.margins_s[False] - before_s == pytest.approx(change_s)
 
 
+@pytest.mark.parametrize(("steps", "lets_finish"), [(1, False), (5, True), (6, False)])
+def test_the_next_plan_lets_steps_finish_of_which_none_is_in_reserve(steps: int, lets_finish: bool) -> None:
+    pacer = repeating()
+    assert not pacer.lets_finish
+    pacer.sent(replace(DECODE, steps=steps), 0.02)
+    assert pacer.lets_finish is lets_finish
+    pacer.hurry()
+    assert not pacer.lets_finish, "what has happened waits for one step only"
+
+
 def test_a_plan_that_was_hurried_was_not_early() -> None:
     pacer = repeating()
     pacer.sent(replace(DECODE, steps=6), 0.02)

@@ -23,7 +23,7 @@ from tokenmill_scheduler.desk import (
     UnknownRequest,
 )
 from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable, RequestQuery
-from tokenmill_scheduler.pacing import Pacer
+from tokenmill_scheduler.pacing import Pacer, Repeats
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.memory_ledger import MemoryLedger
@@ -44,6 +44,23 @@ async def test_logs_name_request_executor_epoch_and_plan(shell: Shell) -> None:
     assert plans[:3] == [("played", 7, 1), ("played", 7, 2), ("played", 7, 3)]
     (end,) = [line for line in logs if line["event"] == "request done"]
     assert (end["request_id"], end["executor"], end["reason"]) == ("a", "played", "length")
+
+
+async def test_plans_let_those_of_several_steps_finish_unless_something_has_happened(shell: Shell) -> None:
+    facts = shell.executor.facts
+    shell.executor.facts = replace(facts, description=replace(facts.description, multi_step=True))
+    # Steps take a millisecond: three of them all fit, and the next plan is due at once.
+    shell.loop.joined(shell.executor.drive(repeats=Repeats(max_steps=3, patience_s=1.0)))
+    await shell.submit(request("a", max_tokens=30))
+    for _ in range(4):
+        await shell.step()
+    ahead, behind = shell.executor.unanswered
+    assert (ahead.max_steps, behind.max_steps, behind.after_all_steps) == (3, 3, True)
+    await shell.submit(request("b", max_tokens=5))
+    await shell.step()
+    assert [len(plan.admit) for plan in shell.executor.unanswered] == [0, 1]
+    assert not shell.executor.unanswered[-1].after_all_steps, "the plan ahead is cut short"
+    await shell.run_out()
 
 
 # ---- submit --------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_scheduler import wire
@@ -54,6 +56,12 @@ def test_a_plan_goes_over_whole() -> None:
     assert list(message.advance_max_tokens) == [3, 1]
     (sent,) = message.admit
     assert (sent.sequence_id, list(sent.token_ids), sent.num_prompt_tokens, sent.cache_salt) == (11, [4, 5, 6], 2, "s")
+
+
+def test_how_many_steps_a_plan_has_and_whether_it_lets_the_one_ahead_finish_goes_over() -> None:
+    for plan in (plan_of(), replace(plan_of(), max_steps=4), replace(plan_of(), after_all_steps=True)):
+        message = wire.Codec().encode(plan).plan
+        assert (message.max_steps, message.after_all_steps) == (plan.max_steps, plan.after_all_steps)
 
 
 def test_every_sampling_field_goes_over() -> None:

@@ -417,13 +417,17 @@ class Plan(_message.Message):
     ADVANCE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     ADVANCE_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
+    AFTER_ALL_STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     plan_id: _builtins.int
     """1 for the first of an epoch, then one more each."""
     max_steps: _builtins.int
     """Feature "multi_step". Most steps this plan may take; 0 counts as 1. Each further one advances, by a token, the sequences that have
-    sampled in the one before and have tokens left of their most. None is begun once another plan has come.
+    sampled in the one before and have tokens left of their most. None is begun once another plan has come, unless that one is
+    `after_all_steps`.
     """
+    after_all_steps: _builtins.bool
+    """The plan ahead of this one takes all its steps."""
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences whose blocks to drop. Unknown ones are ignored."""
@@ -448,10 +452,11 @@ class Plan(_message.Message):
         advance_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         advance_max_tokens: _abc.Iterable[_builtins.int] | None = ...,
         max_steps: _builtins.int = ...,
+        after_all_steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "advance_max_tokens", b"advance_max_tokens", "advance_sequence_ids", b"advance_sequence_ids", "epoch", b"epoch", "max_steps", b"max_steps", "plan_id", b"plan_id", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "advance_max_tokens", b"advance_max_tokens", "advance_sequence_ids", b"advance_sequence_ids", "after_all_steps", b"after_all_steps", "epoch", b"epoch", "max_steps", b"max_steps", "plan_id", b"plan_id", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
