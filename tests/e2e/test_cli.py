@@ -150,6 +150,14 @@ def test_serve_all_ends_with_the_code_of_the_one_that_failed(executor_listen: st
     assert "scheduler | tokenmill_scheduler: --listen nowhere" in done.stderr
 
 
+def test_serve_all_ends_both_when_one_dies(tmp_path: Path) -> None:
+    with Running("serve", "all", *SIMULATED, "--simulated-poison-token", "88", *ANYWHERE, cwd=tmp_path) as running:
+        with Client(running.expect(r"tokenmill is ready at (\S+)\. ")[1]) as client:
+            client.submit(token_ids=[88], max_tokens=1)
+        assert running.wait() == 128 + signal.SIGKILL
+        assert re.search(r"scheduler +\| .*stopped", running.text)
+
+
 def test_serve_passes_flags_and_exit_codes_through(tmp_path: Path) -> None:
     assert "--simulated-step-ms" in tokenmill("serve", "executor", "--help").stdout
     assert "--batching" in tokenmill("serve", "scheduler", "--help").stdout
