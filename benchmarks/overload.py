@@ -57,12 +57,14 @@ class Load:
 @dataclass(slots=True)
 class Run:
     """`accepted` has the lane of each request that was; `refused` the lane and the delay that was asked for; `stages` those seen
-    every tenth of a second, from the start until nothing is held back any more. `ttft_s` is a real-time client's."""
+    every tenth of a second, from the start until nothing is held back any more, and `changes` how many moves from one to the next
+    there had been by then. `ttft_s` is a real-time client's."""
 
     accepted: dict[str, Lane] = field(default_factory=dict)
     refused: list[tuple[Lane, float | None]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     stages: list[int] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
     outputs: dict[str, Output] = field(default_factory=dict)
     ended: dict[str, RequestInfo] = field(default_factory=dict)
     # When something was last seen held back, and the last request arrived, on one clock; and from then until all had ended.
@@ -121,7 +123,9 @@ async def _submit(client: AsyncClient, run: Run, load: Load, request_id: str, la
 
 async def _watch(client: AsyncClient, run: Run, over: asyncio.Event) -> None:
     while not (over.is_set() and run.stages[-1] == 0):
-        run.stages.append((await client.admin.get_load()).overload_stage)
+        load = await client.admin.get_load()
+        run.stages.append(load.overload_stage)
+        run.changes.append(load.overload_changes)
         run.held_back_s = time.monotonic() if run.stages[-1] else run.held_back_s
         await asyncio.sleep(0.1)
 
