@@ -14,7 +14,7 @@ there is a margin of its own: how long such a step takes is not foreseen as well
 A plan of several steps costs one round trip. It is to end when as many are done as fit into the time that a token may wait for
 others (`Repeats`). The next plan cuts it short, so what happens meanwhile (`hurry`) waits for one step only. It may have some more
 steps than fit, for the executor to go on with while the next plan is late: in place of idle and waiting time, the margin is then
-balanced by how much too many or too few steps were done. Where it has not, as ahead of an end, the next plan lets it finish.
+balanced by how much too many or too few steps were done. One that is well below what fits, as ahead of an end, may finish.
 
 Must not know: the core, connections, asyncio.
 """
@@ -160,9 +160,10 @@ class Pacer:
 
     @property
     def lets_finish(self) -> bool:
-        """Whether the next plan is to let the plan ahead take all its steps: nothing has happened, and it has none in reserve."""
+        """Whether the next plan is to let the plan ahead take all its steps: nothing has happened, and even if these take a third
+        longer than foreseen, no token waits too long."""
         ahead = self._out[-1] if self._out else None
-        return ahead is not None and not self._hurried and 1 < ahead.shape.steps == ahead.steps
+        return ahead is not None and not self._hurried and 1 < ahead.shape.steps <= self._fitting_steps() * 3 // 4
 
     def sent(self, shape: StepShape, now_s: float) -> None:
         if not self._out:
