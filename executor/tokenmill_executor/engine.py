@@ -9,34 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-
-import structlog
 
 from tokenmill_executor.batch import Advance, build_batch
 from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.columns import Columns
 from tokenmill_executor.host_tier import HostTier
+from tokenmill_executor.parts import Part, compute_in_parts
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
-from tokenmill_executor.runner import DeviceLost, Runner, StepOutput
+from tokenmill_executor.runner import Runner
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
-
-log = structlog.get_logger(__name__)
 
 # Known sequences beyond those of one step: a scheduler admits what it soon advances, so more than this is its mistake.
 _KNOWN_PER_STEP = 8
-_DETAIL_CHARS = 500
-
-
-@dataclass(slots=True)
-class _Part:
-    """Some of a step's sequences, computed together: the output of the runner, or why the only one of them failed."""
-
-    advances: SequenceOf[Advance]
-    sample_rows: SequenceOf[int] = ()
-    output: StepOutput = field(default_factory=lambda: StepOutput([]))
-    error: str = ""
 
 
 class Engine:
@@ -236,51 +221,21 @@ class Engine:
         return True
 
     def _take_step(self, advances: SequenceOf[Advance], columns: Columns) -> None:
-        for part in self._compute(advances):
+        for part in compute_in_parts(self._step, advances):
             columns.forward_s += part.output.forward_s
             columns.sample_s += part.output.sample_s
             self._collect(part, columns)
         columns.steps += 1
 
-    def _compute(self, advances: SequenceOf[Advance]) -> list[_Part]:
-        """One pass of the runner; if it raises, further ones to tell the sequences at fault from the others."""
-        if not advances:
-            return []
-        try:
-            return [self._step(advances)]
-        except DeviceLost:
-            raise
-        except Exception as error:
-            log.warning("step failed", num_seqs=len(advances), exc_info=error)
-            return self._search(advances, error)
-
-    def _search(self, advances: SequenceOf[Advance], error: Exception) -> list[_Part]:
-        """`advances` raised `error` together: tries each half alone, down to single sequences.
-
-        So one bad sequence among S costs about 2 log2 S further passes, and the worst case 2 S - 2.
-        """
-        if len(advances) == 1:
-            return [_Part(advances, error=f"{type(error).__name__}: {error}"[:_DETAIL_CHARS])]
-        middle = len(advances) // 2
-        parts: list[_Part] = []
-        for half in (advances[:middle], advances[middle:]):
-            try:
-                parts.append(self._step(half))
-            except DeviceLost:
-                raise
-            except Exception as half_error:
-                parts += self._search(half, half_error)
-        return parts
-
-    def _step(self, advances: SequenceOf[Advance]) -> _Part:
+    def _step(self, advances: SequenceOf[Advance]) -> Part:
         batch = build_batch(advances, self._pool.block_size, self._pool.num_groups)
         output = self._runner.step(batch)
         # Only steps that are mostly chunks tell what a token more costs: decodes take their time whether they are few or many.
         if self._host is not None and len(batch.token_ids) >= 2 * len(batch.context_lens):
             self._host.computed(len(batch.token_ids), output.forward_s)
-        return _Part(advances, batch.sample_rows.tolist(), output)
+        return Part(advances, batch.sample_rows.tolist(), output)
 
-    def _collect(self, part: _Part, columns: Columns) -> None:
+    def _collect(self, part: Part, columns: Columns) -> None:
         if part.error:
             self._fail(part.advances[0].sequence, SequenceFault.ERROR, part.error, columns.faults)
             return
