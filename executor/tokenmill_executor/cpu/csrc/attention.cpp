@@ -166,7 +166,7 @@ void finish_rows(const Head& h, const Partials& partials, bf16* out, Scratch& s)
 }
 
 template <typename Cache>
-void attend(const Head& h, const Head& next, const bf16* q, const Partials& partials, bf16* out, Scratch& s) {
+void attend(const Head& h, const Head& next, const bf16* q, Scratch& s) {
     const int rows = h.item.tokens * h.group;
     gather_queries<Cache>(h, q, s);
     // With a window the first keys are visited for the sinks, then those in reach of the first query.
@@ -175,7 +175,6 @@ void attend(const Head& h, const Head& next, const bf16* q, const Partials& part
     const int sinks = h.item.begin_key == 0 && begin > 0 ? (h.m.sinks < begin ? h.m.sinks : begin) : 0;
     if (sinks) visit_keys<Cache>(h, next, 0, (sinks + kBlock - 1) / kBlock * kBlock, rows, s);
     if (begin < h.item.end_key) visit_keys<Cache>(h, next, begin, h.item.end_key, rows, s);
-    finish_rows(h, partials, out, s);
 }
 
 }  // namespace
@@ -206,19 +205,25 @@ int attention_items(const Model& m, const Batch& b, bool split, AttentionItem* i
 void attention(Team& team, const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items,
                int num_items, const Partials& partials, void* scratch, bf16* out) {
     const int tasks = num_items * m.kv_heads, group = m.heads / m.kv_heads;
-    const auto head_of = [&](int task) { return Head{m, layer, b, items[task / m.kv_heads], task % m.kv_heads, group}; };
-    team.each(tasks, [&](int task, int worker) {
+    const auto attend_head = [=, &m, &layer](int task, int worker, const Gate& gate) {
+        const auto head_of = [&](int number) { return Head{m, layer, b, items[number / m.kv_heads], number % m.kv_heads, group}; };
         Scratch& mine = ((Scratch*)scratch)[worker];
         const Head head = head_of(task), next = head_of(std::min(task + 1, tasks - 1));
         if (m.kv_kind == kKvInt8)
-            attend<Int8Cache>(head, next, q, partials, out, mine);
+            attend<Int8Cache>(head, next, q, mine);
         else
-            attend<Bf16Cache>(head, next, q, partials, out, mine);
-    });
+            attend<Bf16Cache>(head, next, q, mine);
+        if (gate.pass()) finish_rows(head, partials, out, mine);
+    };
+    // Prompts' items take too unequal times to tell a long one from a thread that is stopped.
+    if (b.tokens == b.sequences)
+        team.each_restartable(tasks, attend_head);
+    else
+        team.each(tasks, [attend_head](int task, int worker) { attend_head(task, worker, Gate()); });
 }
 
 void merge_partials(Team& team, const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out) {
-    team.each(num_items * m.heads, [&](int task, int) {
+    team.each(num_items * m.heads, [=, &m](int task, int) {
         const AttentionItem& item = items[task / m.heads];
         const int head = task % m.heads;
         // The first item of its splits merges them.

@@ -122,16 +122,16 @@ void prefetch_head(const Model& m, int slot, int head, const Layer& layer) {
 
 void norm_rows(Team& team, const Model& m, const float* from, int rows, const float* weight, const Matrix& next,
                const Activations& to) {
-    team.each(rows, [&](int row, int) {
+    team.each(rows, [&m, from, weight, quantized = next.kind != kBf16, to](int row, int) {
         bf16* const values = to.values + int64_t(row) * m.hidden;
         norm_row(from + int64_t(row) * m.hidden, weight, m.hidden, m.norm_eps, values);
-        if (next.kind != kBf16) quantize_row(values, m.hidden, row, to);
+        if (quantized) quantize_row(values, m.hidden, row, to);
     });
 }
 
 void rotate_and_cache(Team& team, const Model& m, const Layer& layer, const Batch& b, float* qkv, bf16* q) {
     const int64_t q_width = int64_t(m.heads) * m.head_dim, kv_width = int64_t(m.kv_heads) * m.head_dim;
-    team.each(b.tokens, [&](int row, int) {
+    team.each(b.tokens, [&m, &layer, b, qkv, q, q_width, kv_width](int row, int) {
         float* const queries = qkv + row * (q_width + 2 * kv_width);
         float* const keys = queries + q_width;
         for (int head = 0; head < m.kv_heads; head++) prefetch_head(m, b.slots[row], head, layer);

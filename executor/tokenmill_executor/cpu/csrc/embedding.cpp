@@ -41,8 +41,8 @@ void from_int8_panel(const Matrix& m, int column, float* to) {
 }  // namespace
 
 void embed(Team& team, const Model& m, const Batch& b, float* hidden) {
-    team.each(b.tokens, [&](int row, int) {
-        const int token = b.token_ids[row];
+    team.each(b.tokens, [&m, tokens = b.token_ids, hidden](int row, int) {
+        const int token = tokens[row];
         float* const to = hidden + int64_t(row) * m.hidden;
         if (m.embeddings)
             from_table(m.embeddings + int64_t(token) * m.hidden, m.hidden, to);

@@ -3,6 +3,8 @@
 // A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are
 // read once from memory, which is what decoding costs. A tile that is alone fetches a little ahead; of several, each fetches
 // another part of the next panel, so that reading memory and computing overlap.
+#include <algorithm>
+
 #include "kernels.h"
 #include "tile.h"
 
@@ -10,7 +12,7 @@ namespace tokenmill {
 namespace {
 
 constexpr int kVectors = kPanel / kLanes;
-constexpr int kRowsAtOnce = 128;  // rows of a task: enough tasks for all threads in a prefill, and a panel is reused 128 times
+constexpr int kRowsAtOnce = 128;  // rows that pass over a panel before the next one is read
 constexpr int kAhead = 1024;      // bytes to fetch ahead in a panel that is passed over once
 constexpr int kFetches = 2;       // lines that a tile fetches at each step of depth; with one alone the hardware does the rest
 
@@ -67,6 +69,7 @@ struct Bf16Panel {
     const Matrix& w;
     const Activations& in;
     const Output& out;
+    const Gate& gate;
     int panel;
     int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
 
@@ -85,6 +88,7 @@ struct Bf16Panel {
             fetch(b, ahead);
             tile_step(t, a + k, pairs, columns);
         }
+        if (!gate.pass()) return;
         TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
         ahead += kFetches * kLine;
     }
@@ -95,6 +99,7 @@ struct Int8Panel {
     const Matrix& w;
     const Activations& in;
     const Output& out;
+    const Gate& gate;
     int panel;
     int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
 
@@ -130,6 +135,7 @@ struct Int8Panel {
                 TM_EACH(c, kVectors) t.at[r][c] = fma(to_floats(sums[r][c]), scale, t.at[r][c]);
             }
         }
+        if (!gate.pass()) return;
         TM_EACH(r, R) {
             TM_EACH(c, kVectors) t.at[r][c] = mul(t.at[r][c], load(w.scales + panel * kPanel + c * kLanes));
             finish_row(w, out, row + r, panel, t.at[r]);
@@ -143,6 +149,7 @@ struct Int4Panel {
     const Matrix& w;
     const Activations& in;
     const Output& out;
+    const Gate& gate;
     int panel;
     int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
 
@@ -182,20 +189,26 @@ struct Int4Panel {
                 }
             }
         }
+        if (!gate.pass()) return;
         TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
         ahead += kFetches * kLine;
     }
 };
 
+// A task is a tile; those of a panel and a stretch of rows are neighbours, mostly of one thread.
 template <typename Panel>
-void for_panels(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
+void multiply(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
     const int panels = (w.columns + kPanel - 1) / kPanel;
-    const int stretches = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-    team.each(panels * stretches, [&](int task, int) {
-        const int begin = task / panels * kRowsAtOnce;
-        const int end = begin + kRowsAtOnce < rows ? begin + kRowsAtOnce : rows;
-        Panel panel{w, in, out, task % panels, end - begin > Panel::kMaxRows ? Panel::bytes(w) : kAhead};
-        for_row_tiles<Panel::kMaxRows>(panel, begin, end);
+    const Split stretches(rows, kRowsAtOnce);
+    // Of the longest stretch; where one has a row less, its last tile has.
+    const Split tiles(stretches.begin(1), Panel::kMaxRows);
+    team.each_restartable(panels * stretches.parts * tiles.parts, [&w, in, out, panels, stretches, tiles](int task, int, const Gate& gate) {
+        const int tile = task % tiles.parts, panel = task / tiles.parts % panels, stretch = task / tiles.parts / panels;
+        const int first = stretches.begin(stretch), end = stretches.begin(stretch + 1);
+        const int row = first + tiles.begin(tile);
+        const int64_t ahead = tiles.parts > 1 ? Panel::bytes(w) + tile * kFetches * kLine : kAhead;
+        Panel all{w, in, out, gate, panel, ahead};
+        run_tile<Panel::kMaxRows>(all, std::min(end, first + tiles.begin(tile + 1)) - row, row);
     });
 }
 
@@ -203,11 +216,11 @@ void for_panels(Team& team, const Matrix& w, const Activations& in, int rows, co
 
 void gemm(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
     if (w.kind == kInt8)
-        for_panels<Int8Panel>(team, w, in, rows, out);
+        multiply<Int8Panel>(team, w, in, rows, out);
     else if (w.kind == kInt4)
-        for_panels<Int4Panel>(team, w, in, rows, out);
+        multiply<Int4Panel>(team, w, in, rows, out);
     else
-        for_panels<Bf16Panel>(team, w, in, rows, out);
+        multiply<Bf16Panel>(team, w, in, rows, out);
 }
 
 void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
@@ -231,7 +244,7 @@ void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
 
 void quantize_rows(Team& team, const Matrix& next, int rows, const Activations& both) {
     if (next.kind == kBf16) return;
-    team.each(rows, [&](int row, int) { quantize_row(both.values + int64_t(row) * next.depth, next.depth, row, both); });
+    team.each(rows, [depth = next.depth, both](int row, int) { quantize_row(both.values + int64_t(row) * depth, depth, row, both); });
 }
 
 }  // namespace tokenmill

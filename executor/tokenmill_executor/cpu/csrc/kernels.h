@@ -1,7 +1,8 @@
 // What the kernels and the step share: the records that Python fills in (cpu/library.py repeats them field by field) and the
 // kernels.
 //
-// A function that takes a Team divides its work among that and returns when all of it is done; the others are for one thread.
+// A function that takes a Team gives it one job, to be done when the team runs; the others are for one thread. References of a job are
+// to what outlives the step's run, anything else it has by value.
 // Nothing here allocates or checks: tm_step has checked the batch, and Python the shapes.
 #pragma once
 

@@ -3,121 +3,234 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <cstdint>
+#include <memory>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace tokenmill {
 namespace {
 
-constexpr int kShare = 2;  // a chunk is this part of what would be a thread's even share of the tasks left
+constexpr int kShare = 2;        // a chunk is this part of what would be a thread's even share of the tasks left
+constexpr int kMostThreads = 255;
+constexpr int kPatience = 4;     // times what a task takes: so long without progress, and a thread counts as stopped
 constexpr auto kSpin = std::chrono::microseconds(100);  // longer than from one job of a step to the next
 
-// Polls for a short while. Returns whether it became true.
-template <typename F>
-bool spin_until(const F& true_now) {
-    const auto begin = std::chrono::steady_clock::now();
-    do {
-        for (int i = 0; i < 32; i++) {
-            if (true_now()) return true;
-            _mm_pause();
-        }
-    } while (std::chrono::steady_clock::now() - begin < kSpin);
-    return false;
-}
+// What can be taken: a number of a job, how many of its tasks nobody has taken, and how many threads the step is for.
+struct Open {
+    int threads, job, left;
+
+    static Open of(uint64_t word) { return {int(word >> 56), int(word >> 32 & 0xffffff), int(uint32_t(word))}; }
+    uint64_t word() const { return uint64_t(threads) << 56 | uint64_t(job) << 32 | uint32_t(left); }
+    bool is_for(int worker) const { return left && worker < threads; }
+};
+
+// Of a step for so many threads, tasks `begin` to `end` were taken as one chunk, and those before `next` are done.
+struct Chunk {
+    static constexpr int kBits = 18, kMost = 1 << kBits;
+    int threads, begin, next, end;
+
+    static Chunk of(uint64_t word) {
+        const auto field = [=](int number) { return int(word >> number * kBits) & (kMost - 1); };
+        return {int(word >> 3 * kBits) & 0xff, field(2), field(1), field(0)};
+    }
+    uint64_t word() const { return ((uint64_t(threads) << kBits | uint64_t(begin)) << kBits | uint64_t(next)) << kBits | uint64_t(end); }
+};
+
+// States of a hand, in the bits above its chunk. kNothing and kLost have none.
+constexpr uint64_t kNothing = 0, kRunning = uint64_t(1) << 62, kWriting = uint64_t(2) << 62, kLost = uint64_t(3) << 62;
+constexpr uint64_t kStates = kLost;
+static_assert(3 * Chunk::kBits + 8 <= 62 && kMostRestartable < Chunk::kMost);
 
 }  // namespace
 
-// One job at a time. A thread owns a chunk once it has counted `open_` down, and only then reads the job: the caller does not change
-// it before every chunk that was taken is done. A thread that was stopped just before may thus take a chunk of a later job, rightly.
+// A job's record is read only by a thread that holds some of its tasks: until those are done the job is not over, and the list of jobs
+// does not change. A thread that was stopped before it took any may so take some of a later job, rightly.
 class Pool {
   public:
     std::mutex mutex;  // of the caller
+    std::vector<Job> jobs;
 
     static Pool& shared() {
         static Pool& pool = *new Pool;  // never destroyed: its threads live until the process ends
         return pool;
     }
 
-    void grow(int workers) {
+    // Also wakes them: they are up when the first job is there.
+    void gather(int threads) {
         try {
-            for (; workers_ < workers; workers_++) std::thread([this, worker = workers_ + 1] { work(worker); }).detach();
+            for (; workers_ + 1 < std::min(threads, kMostThreads); workers_++)
+                std::thread([this, worker = workers_ + 1] { work(worker); }).detach();
         } catch (const std::system_error&) {
             // No more threads are to be had: those that are there, with the caller, do the work.
         }
+        wake();
     }
 
-    void run(int threads, int tasks, Team::Call call, const void* context) {
-        job_ = {call, context, tasks};
-        done_by_others_.store(0);
-        open_.store(uint64_t(threads) << 32 | uint64_t(tasks));
+    void run(int threads) {
+        open_next(threads, -1, 0);
+        while (!is_over()) {
+            if (!take(0)) rest(0, [this] { return is_over(); });
+        }
+        // Who has lost a chunk and was not told yet still reads.
+        for (int i = 0; i <= workers_; i++)
+            for (uint64_t held; (held = hands_[i].held.load()) != kNothing;) hands_[i].held.wait(held);
+    }
+
+  private:
+    // Waits a while for something to do, first awake, then asleep: the core is then free for a thread that is waited for.
+    template <typename F>
+    void rest(int worker, const F& is_over) {
+        const auto ready = [&] { return Open::of(open_.load(std::memory_order_relaxed)).is_for(worker) || is_over(); };
+        Watch watch;
+        const auto begin = std::chrono::steady_clock::now();
+        do {
+            for (int i = 0; i < 32; i++) {
+                if (ready()) return;
+                _mm_pause();
+            }
+            if (relieve(worker, watch)) return;
+        } while (watch.held != kNothing || std::chrono::steady_clock::now() - begin < kSpin);
+        // In this order, so that what happens meanwhile is seen here or its author sees this thread.
+        const uint32_t seen = wake_ups_.load();
+        sleeping_.store(1);
+        if (!ready()) wake_ups_.wait(seen);
+    }
+
+    void wake() {
         if (sleeping_.load() && sleeping_.exchange(0)) {
             wake_ups_.fetch_add(1);
             wake_ups_.notify_all();
         }
-        int left = tasks;
-        while (const int taken = take(0)) left -= taken;
-        if (!left || spin_until([&] { return done_by_others_.load() == left; })) return;
-        // Asleep, the core is free for the thread that is waited for.
-        for (int done; (done = done_by_others_.load()) != left;) done_by_others_.wait(done);
     }
-
-  private:
-    struct Job {
-        Team::Call call;
-        const void* context;
-        int tasks;
-    };
-
-    // Does one chunk of the job, if there is one and the job is for this worker; returns how many tasks that were. Chunks shrink
-    // with what is left: neighbouring tasks mostly stay together, and the last chunk, which others may wait for, is short.
-    int take(int worker) {
-        uint64_t open = open_.load();
-        int count;
-        do {
-            if (!is_for(worker, open)) return 0;
-            count = std::max(1, int(uint32_t(open)) / (kShare * int(open >> 32)));
-        } while (!open_.compare_exchange_weak(open, open - uint64_t(count)));
-        const int begin = job_.tasks - int(uint32_t(open));
-        job_.call(job_.context, begin, begin + count, worker);
-        return count;
-    }
-
-    static bool is_for(int worker, uint64_t open) { return uint32_t(open) && worker < int(open >> 32); }
 
     void work(int worker) {
-        for (;;) {
-            if (spin_until([&] { return is_for(worker, open_.load(std::memory_order_relaxed)); })) {
-                while (const int taken = take(worker)) {
-                    done_by_others_.fetch_add(taken);
-                    done_by_others_.notify_one();
-                }
-                continue;
-            }
-            // In this order, so that a job published meanwhile is seen here or its caller sees this thread.
-            const uint32_t seen = wake_ups_.load();
-            sleeping_.store(1);
-            if (!is_for(worker, open_.load())) wake_ups_.wait(seen);
-        }
+        for (;;)
+            if (!take(worker)) rest(worker, [] { return false; });
     }
 
-    Job job_{};
-    int workers_ = 0;
-    alignas(64) std::atomic<uint64_t> open_{0};  // threads of the job << 32 | tasks that nobody has taken
-    alignas(64) std::atomic<int32_t> done_by_others_{0};
+    bool is_over() const {
+        const Open open = Open::of(open_.load());
+        return open.job == int(jobs.size());
+    }
+
+    // Does one chunk, if there is one. Chunks shrink with what is left: neighbouring tasks mostly stay together, and the last chunk,
+    // which others may wait for, is short.
+    bool take(int worker) {
+        uint64_t word = open_.load();
+        Open open;
+        int count;
+        do {
+            open = Open::of(word);
+            if (!open.is_for(worker)) return false;
+            count = std::max(1, open.left / (kShare * open.threads));
+        } while (!open_.compare_exchange_weak(word, Open{open.threads, open.job, open.left - count}.word()));
+        const int begin = jobs[open.job].tasks - open.left;
+        carry_out(open.job, worker, {open.threads, begin, begin, begin + count});
+        return true;
+    }
+
+    void carry_out(int number, int worker, Chunk chunk) {
+        const Job& job = jobs[number];
+        Hand& hand = hands_[worker];
+        if (job.can_restart) {
+            const uint64_t begin = __rdtsc();
+            const int first = chunk.next;
+            for (; chunk.next < chunk.end; chunk.next++) {
+                const uint64_t running = kRunning | chunk.word();
+                hand.held.store(running, std::memory_order_release);
+                job.call(job.function, chunk.next, worker, Gate(hand, running, kWriting | chunk.word()));
+                if (hand.held.load(std::memory_order_relaxed) == kLost) {
+                    hand.held.store(kNothing);
+                    hand.held.notify_one();
+                    return;
+                }
+            }
+            hand.held.store(kNothing, std::memory_order_release);
+            pace_[worker].ticks = (__rdtsc() - begin) / uint64_t(chunk.end - first);
+        } else {
+            for (; chunk.next < chunk.end; chunk.next++) job.call(job.function, chunk.next, worker, Gate());
+        }
+        const int done = chunk.end - chunk.begin, tasks = job.tasks;
+        if (done_.fetch_add(done) + done == tasks) open_next(chunk.threads, number, worker);
+    }
+
+    // Whoever ends a job does what the next ones have for one thread alone, and opens the first that has more.
+    void open_next(int threads, int job, int worker) {
+        const int count = int(jobs.size());
+        for (job++; job < count && jobs[job].tasks == 1; job++) jobs[job].call(jobs[job].function, 0, worker, Gate());
+        done_.store(0, std::memory_order_relaxed);
+        open_.store(Open{threads, job, job < count ? jobs[job].tasks : 0}.word());
+        wake();
+    }
+
+    // What a resting thread has seen in another's hand, and since when.
+    struct Watch {
+        uint64_t held = kNothing, since = 0;
+        int worker = 0;
+    };
+
+    // Takes over the chunk of a thread that gets nowhere. Returns whether it did.
+    bool relieve(int worker, Watch& watch) {
+        const int hands = workers_ + 1;
+        const auto held_by = [this](int other) { return hands_[other].held.load(std::memory_order_relaxed); };
+        int other = watch.worker;
+        for (int seen = 0; other == worker || (held_by(other) & kStates) != kRunning; other = (other + 1) % hands) {
+            if (seen++ == hands) {
+                watch.held = kNothing;
+                return false;
+            }
+        }
+        const uint64_t now = __rdtsc();
+        uint64_t held = held_by(other);
+        if (held != watch.held || other != watch.worker) {
+            watch = {held, now, other};
+            return false;
+        }
+        if (now - watch.since <= kPatience * pace_[worker].ticks) return false;
+        watch.held = kNothing;
+        const Chunk chunk = Chunk::of(held);
+        if (worker >= chunk.threads || (held & kStates) != kRunning || !hands_[other].held.compare_exchange_strong(held, kLost)) return false;
+        // The job is the one that is open: without these tasks it does not end.
+        carry_out(Open::of(open_.load()).job, worker, chunk);
+        return true;
+    }
+
+    struct alignas(64) Pace {
+        uint64_t ticks = 0;  // of the processor's clock: what the last restartable tasks took this thread
+    };
+
+    std::atomic<int> workers_{0};
+    alignas(64) std::atomic<uint64_t> open_{0};  // an Open
+    alignas(64) std::atomic<int32_t> done_{0};   // tasks of the job that is open
     alignas(64) std::atomic<uint32_t> wake_ups_{0};
     std::atomic<int32_t> sleeping_{0};
+    Hand hands_[kMostThreads];
+    Pace pace_[kMostThreads];
 };
 
-Team::Team(int threads) : threads_(threads), held_(Pool::shared().mutex) { Pool::shared().grow(threads - 1); }
+Team::Team(int threads) : threads_(std::min(threads, kMostThreads)), held_(Pool::shared().mutex) {
+    Pool::shared().jobs.clear();
+}
 
-void Team::run(int tasks, Call call, const void* context) {
-    if (threads_ == 1 || tasks <= 1)
-        call(context, 0, tasks, 0);
-    else
-        Pool::shared().run(threads_, tasks, call, context);
+Job& Team::new_job(int tasks) {
+    if (tasks > 1 && threads_ > 1 && !gathered_) {
+        gathered_ = true;
+        Pool::shared().gather(threads_);
+    }
+    return Pool::shared().jobs.emplace_back();
+}
+
+void Team::run() {
+    std::vector<Job>& jobs = Pool::shared().jobs;
+    if (gathered_) {
+        Pool::shared().run(threads_);
+    } else {
+        for (const Job& job : jobs)
+            for (int task = 0; task < job.tasks; task++) job.call(job.function, task, 0, Gate());
+    }
+    jobs.clear();
 }
 
 }  // namespace tokenmill

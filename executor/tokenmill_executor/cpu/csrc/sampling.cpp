@@ -210,10 +210,11 @@ void tm_sample(tokenmill::SampleRow* rows, int count, int vocab, int top_stride,
     const size_t bytes = tm_sample_workspace_bytes(vocab, 1);
     const Guarded guarded{workspace, threads * bytes};
     Team team(threads);
-    team.each(count, [&](int i, int worker) {
+    team.each(count, [=](int i, int worker) {
         Arena arena{(char*)workspace + worker * bytes};
         choose(rows[i], vocab, Scratch(arena, vocab), top_tokens + int64_t(i) * top_stride, top_logprobs + int64_t(i) * top_stride);
     });
+    team.run();
 }
 
 }  // extern "C"

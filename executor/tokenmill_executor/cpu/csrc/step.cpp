@@ -92,14 +92,16 @@ void finish(Team& team, const Model& m, const Layer& layer, int rows, const Work
 }
 
 // After the last attention nobody looks at the rows that do not sample any more: the others move to the front.
-void keep_samples(const Model& m, const Batch& b, const Workspace& w) {
-    const int64_t q_width = int64_t(m.heads) * m.head_dim;
-    for (int64_t i = 0; i < b.samples; i++) {
-        const int64_t row = b.rows[i];
-        if (row == i) continue;
-        std::copy_n(w.hidden + row * m.hidden, m.hidden, w.hidden + i * m.hidden);
-        std::copy_n(w.attended.values + row * q_width, q_width, w.attended.values + i * q_width);
-    }
+void keep_samples(Team& team, const Model& m, const Batch& b, const Workspace& w) {
+    team.each(1, [&m, &b, &w](int, int) {
+        const int64_t q_width = int64_t(m.heads) * m.head_dim;
+        for (int64_t i = 0; i < b.samples; i++) {
+            const int64_t row = b.rows[i];
+            if (row == i) continue;
+            std::copy_n(w.hidden + row * m.hidden, m.hidden, w.hidden + i * m.hidden);
+            std::copy_n(w.attended.values + row * q_width, q_width, w.attended.values + i * q_width);
+        }
+    });
 }
 
 bool all_between(const int32_t* x, int64_t n, int begin, int end) {
@@ -159,12 +161,14 @@ void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void*
     for (int i = 0; i < m.num_layers; i++) {
         const bool last = i == m.num_layers - 1;
         attend(team, m, m.layers[i], b, w, m.layers[i].window ? windowed : whole);
-        if (last) keep_samples(m, b, w);
+        if (last) keep_samples(team, m, b, w);
         if (!last || b.samples) finish(team, m, m.layers[i], last ? b.samples : b.tokens, w);
     }
-    if (!b.samples) return;
-    norm_rows(team, m, w.hidden, b.samples, m.final_norm, m.head, w.normed);
-    gemm(team, m.head, w.normed, b.samples, {Store::kFloats, logits, nullptr, m.vocab});
+    if (b.samples) {
+        norm_rows(team, m, w.hidden, b.samples, m.final_norm, m.head, w.normed);
+        gemm(team, m.head, w.normed, b.samples, {Store::kFloats, logits, nullptr, m.vocab});
+    }
+    team.run();
 }
 
 // One matrix product, one norm and one attention by themselves, for the tests.
@@ -179,6 +183,7 @@ void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int 
     Team team(threads);
     quantize_rows(team, *weight, rows, a);
     gemm(team, *weight, a, rows, {Store(store), floats, halves, width});
+    team.run();
 }
 
 }  // extern "C"

@@ -27,7 +27,7 @@ TM_INLINE void tile_step(Tile<R, C>& t, const Pair* a, int64_t stride, const Int
     }
 }
 
-// Calls f.template run<R>(first row) for as few tiles of at most M rows as cover them, about equally many each.
+// Calls f.template run<R>(first row) for a tile of R <= M rows, or for as few such tiles as cover some rows, about equally many each.
 template <int M, typename F>
 TM_INLINE void run_tile(F& f, int rows, int first) {
     if constexpr (M == 1) {
@@ -39,13 +39,18 @@ TM_INLINE void run_tile(F& f, int rows, int first) {
             run_tile<M - 1>(f, rows, first);
     }
 }
+// Rows in as few parts of at most `most` as cover them, about equally many each: the first ones have one more where some must.
+struct Split {
+    int parts, least, more;
+
+    Split(int rows, int most) : parts((rows + most - 1) / most), least(rows / parts), more(rows % parts) {}
+    // The first row of a part; of the one behind the last, the number of rows.
+    int begin(int part) const { return least * part + (part < more ? part : more); }
+};
 template <int M, typename F>
 TM_INLINE void for_row_tiles(F& f, int begin, int end) {
-    for (int tiles = (end - begin + M - 1) / M; tiles > 0; tiles--) {
-        const int rows = (end - begin + tiles - 1) / tiles;
-        run_tile<M>(f, rows, begin);
-        begin += rows;
-    }
+    const Split tiles(end - begin, M);
+    for (int i = 0; i < tiles.parts; i++) run_tile<M>(f, tiles.begin(i + 1) - tiles.begin(i), begin + tiles.begin(i));
 }
 
 }  // namespace tokenmill
