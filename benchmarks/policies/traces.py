@@ -117,13 +117,13 @@ begin alike, lpm is fcfs and left out.
 
 
 def _orders(load: _Load) -> str:
-    """What longest prefix match gains, and with how much memory."""
+    """What longest prefix match gains, and with how much memory, where requests wait."""
     columns = (
         "load, host memory, order", "done/s", "not done", "prefix hits", "computed a prompt", "first token mean", "p50", "p99",
         "inter-token p99", "served well", "queue mean",
     )  # fmt: skip
     rows = []
-    for share in _SHARES:
+    for share in _SHARES[1:]:
         requests = mixed(at_rate(load.arrivals, share * load.capacity))
         for host_gib in (0.0, CACHING.host_gib):
             on = replace(CACHING, host_gib=host_gib).machines(load.arrivals)

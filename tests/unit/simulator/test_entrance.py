@@ -27,9 +27,10 @@ def _too_much() -> list[SimulatedRequest]:
     return [*busy, *[SimulatedRequest(Arrival(60.0 + at, 5, 10)) for at in range(5)]]
 
 
-def _run(admittance: Admittance) -> Run:
+def _run(admittance: Admittance, leaves_s: float | None = None) -> Run:
     on = replace(small_machines(num_blocks=400, seqs=2), cost=replace(COST, step_s=1e-2))
-    return run("fcfs", replace(on.config(), overload=_OVERLOAD), _too_much(), on, Target(), admittance=admittance)
+    requests = [replace(request, leaves_s=leaves_s) for request in _too_much()]
+    return run("fcfs", replace(on.config(), overload=_OVERLOAD), requests, on, Target(), admittance=admittance)
 
 
 def test_the_standard_lane_is_refused_while_the_overload_lasts() -> None:
@@ -50,6 +51,17 @@ def test_who_comes_again_when_told_to_is_served_at_last() -> None:
     assert again.figures.refusals > refused.figures.refusals
     late = again.measures.first_token_s[refused.measures.refused] - again.measures.arrival_s[refused.measures.refused]
     assert (late > _OVERLOAD.recovery_s).all(), "its wait is from when it first came, and it obeys the delay"
+
+
+def test_who_has_left_does_not_come_again() -> None:
+    """A delay that reaches beyond that is a refusal for good; who was let in and leaves is cancelled."""
+    measures = _run(Admittance(QueueLimits(), 100), leaves_s=2.0).measures
+    assert 0 < measures.refused.sum() < measures.refusals
+    assert not measures.done[measures.refused].any()
+    left = ~measures.done & ~measures.refused
+    assert left.any()
+    assert measures.ended_s[left] == pytest.approx(measures.arrival_s[left] + 2.0)
+    assert (measures.ended_s - measures.arrival_s)[measures.done].max() <= 2.0
 
 
 @pytest.mark.parametrize("retries", [0, 2])
