@@ -21,15 +21,21 @@ _START_LIMIT_S = 300.0
 # The services give running work 30 s on SIGTERM.
 _STOP_LIMIT_S = 40.0
 
-# One package of each extra that the plain install does not have.
-_NEEDS = {"tokenmill_scheduler": ("scheduler", "sqlalchemy"), "tokenmill_executor": ("executor-base", "structlog")}
+# Of each service a package that the plain install does not have, and what brings it.
+_NEEDS = {
+    "tokenmill_scheduler": ("sqlalchemy", "pip install 'tokenmill[scheduler]'"),
+    "tokenmill_executor": (
+        "structlog",
+        "pip install 'tokenmill[executor]', or for --model simulated alone 'tokenmill[executor-base]'",
+    ),
+}
 
 
 def check_installed(module: str) -> None:
     """Raises CommandError when the service's packages are missing."""
-    extra, package = _NEEDS.get(module, ("", module))
+    package, install = _NEEDS.get(module, (module, ""))
     if importlib.util.find_spec(package) is None:
-        raise CommandError(f"{module} needs packages that are not installed: pip install 'tokenmill[{extra}]'.")
+        raise CommandError(f"{module} needs packages that are not installed: {install}.")
 
 
 class Service:

@@ -37,15 +37,29 @@ class FlagParser(argparse.ArgumentParser):
     def values(self, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
         """By destination. A flag wins over the environment."""
         given = {argument.partition("=")[0] for argument in argv}
-        from_environment = [
-            flag
-            for action in self._actions
-            if (value := environ.get(f"TOKENMILL_{action.dest.upper()}")) is not None
+        from_environment: list[str] = []
+        for action in self._actions:
+            value = environ.get(_variable(action))
             # One that is given is left out, because flags that can be repeated would add up.
-            and given.isdisjoint(action.option_strings)
-            for flag in _environment_flags(action, value)
-        ]
-        return vars(self.parse_args([*from_environment, *argv]))
+            if value is not None and given.isdisjoint(action.option_strings):
+                from_environment += _environment_flags(action, value)
+        try:
+            return vars(self.parse_args([*from_environment, *argv]))
+        except SettingsError as error:
+            raise SettingsError(self._as_it_was_given(str(error), from_environment)) from None
+
+    def _as_it_was_given(self, message: str, from_environment: Sequence[str]) -> str:
+        """argparse's "argument --flag: …", or where the flag came from the environment its variable in that place."""
+        flags = {flag.partition("=")[0] for flag in from_environment}
+        for action in self._actions:
+            named = f"argument {'/'.join(action.option_strings)}:"
+            if message.startswith(named) and not flags.isdisjoint(action.option_strings):
+                return f"{_variable(action)}:{message.removeprefix(named)}"
+        return message
+
+
+def _variable(action: argparse.Action) -> str:
+    return f"TOKENMILL_{action.dest.upper()}"
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -58,7 +72,7 @@ def _environment_flags(action: argparse.Action, value: str) -> list[str]:
         on, off = action.option_strings
         words = {"1": on, "true": on, "yes": on, "0": off, "false": off, "no": off}
         if value.lower() not in words:
-            raise SettingsError(f"TOKENMILL_{action.dest.upper()} is {value!r}: say true or false")
+            raise SettingsError(f"{_variable(action)} is {value!r}: say true or false")
         return [words[value.lower()]]
     values = value.split(",") if isinstance(action, argparse._AppendAction) else [value]
     return [f"{action.option_strings[-1]}={part.strip()}" for part in values]

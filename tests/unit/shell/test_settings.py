@@ -22,6 +22,20 @@ def test_the_defaults() -> None:
     assert settings.scheduler.batching == "continuous"
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        ([], {"TOKENMILL_MAX_NUM_SEQS": "none"}, "TOKENMILL_MAX_NUM_SEQS: 'none' is not a whole number of at least 1"),
+        ([], {"TOKENMILL_POLICY": "none"}, "TOKENMILL_POLICY: invalid choice: 'none'"),
+        (["--max-num-seqs", "0"], {"TOKENMILL_MAX_NUM_SEQS": "none"}, "argument --max-num-seqs: '0' is not"),
+    ],
+)
+def test_a_mistake_is_named_as_it_was_given(argv: list[str], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(argv, environ)
+    assert str(caught.value).startswith(message)
+
+
 def test_flags_win_over_the_environment() -> None:
     environ = {"TOKENMILL_MAX_NUM_SEQS": "4", "TOKENMILL_BATCHING": "static", "TOKENMILL_PORT_FILE": "here"}
     settings = parse_settings(["--max-num-seqs", "8"], environ)
