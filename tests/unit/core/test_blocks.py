@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_scheduler.core.records import SequenceFault
+from tokenmill_scheduler.core.records import FULL_ATTENTION, BlockGroup, SequenceFault
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
@@ -15,8 +15,12 @@ def _free(world: World) -> int:
     return world.core.executors()[0].free_blocks
 
 
-def test_c17_all_victims_have_work_in_flight_and_one_alone_is_chosen() -> None:
-    world = World(None, description(num_blocks=6))
+@pytest.mark.parametrize(
+    ("num_blocks", "groups"), [(6, FULL_ATTENTION), (12, (BlockGroup(), BlockGroup(9)))], ids=["full", "windows"]
+)
+def test_c17_all_victims_have_work_in_flight_and_one_alone_is_chosen(num_blocks: int, groups: tuple[BlockGroup, ...]) -> None:
+    """With windows, each of three needs a block of both groups, and none has left one behind yet."""
+    world = World(None, description(num_blocks=num_blocks, groups=groups))
     for seed in (1, 2, 4):
         world.submit(seed, prompt=7, max_tokens=6)
     world.plan()

@@ -50,27 +50,6 @@ def test_decodes_go_on_for_ever_in_the_blocks_that_windows_take(overlap: bool) -
     assert all(world.output(r) == world.expected(r) for r in world.records)
 
 
-def test_c17_all_victims_have_work_in_flight_and_one_alone_is_chosen_with_windows() -> None:
-    """As without windows: each of three needs a block of both groups, and none has left one behind yet."""
-    world = World(None, description(num_blocks=12, groups=(FULL, BlockGroup(9))))
-    for seed in (1, 2, 4):
-        world.submit(seed, prompt=7, max_tokens=6)
-    world.plan()
-    world.plan()
-    world.step()
-    world.deliver()
-    release = world.plan()
-    assert release is not None
-    assert (release.release, release.advance_sequence_ids) == ((3,), ())
-    world.step()
-    world.deliver()
-    assert world.plan() is None, "its blocks are on their way: nobody else is chosen"
-    assert world.core.counters.preemptions == 1
-    world.drain()
-    world.check_idle()
-    assert all(world.output(r) == world.expected(r) for r in world.records)
-
-
 def test_c18_one_request_alone_outgrows_the_pool_where_a_layer_sees_all() -> None:
     world = World(None, description(num_blocks=8, groups=(FULL, BlockGroup(4))))
     world.submit(1, prompt=4, max_tokens=100)
