@@ -23,9 +23,10 @@ from tests.fakes.processes import Processes, ServiceProcess, wait_serving
 # Nobody takes over by waiting for this one to run out.
 LONG = ("--lease-time", "3600")
 # Time enough for a process on a busy machine to renew.
-SHORT = ("--lease-time", "3")
+SHORT = ("--lease-time", "5")
 STEPS = ("--simulated-step-ms", "20")
-TOKENS = 120
+# Enough that none ends before its scheduler is killed.
+TOKENS = 150
 
 
 @dataclass
