@@ -60,5 +60,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
 
 
 if __name__ == "__main__":
-    for built in build():
-        print(built)
+    try:
+        print(*build(), sep="\n")
+    except BuildFailed as failure:
+        sys.exit(f"The CPU kernels were not built: {failure}.")
