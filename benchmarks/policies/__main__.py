@@ -1,6 +1,6 @@
 """What batching modes and policies do to loads, by simulation: the production core, model executors, a virtual clock.
 
-    python -m benchmarks.policies azure_llm_2023_conversation.csv.gz mooncake_conversation.jsonl.gz:2000
+    python -m benchmarks.policies azure_llm_2023_conversation.csv.gz mooncake_conversation.jsonl.gz:4000
 
 The burst workload (`bursts.py`), then each policy of the core on each trace, or on its first so many requests (`traces.py`). Writes
 its tables to benchmarks/results/.
