@@ -60,7 +60,7 @@ class Pool {
     // Also wakes them: they are up when the first job is there.
     void gather(int threads) {
         try {
-            for (; workers_ + 1 < std::min(threads, kMostThreads); workers_++)
+            for (; workers_ + 1 < threads; workers_++)
                 std::thread([this, worker = workers_ + 1] { work(worker); }).detach();
         } catch (const std::system_error&) {
             // No more threads are to be had: those that are there, with the caller, do the work.
@@ -148,7 +148,7 @@ class Pool {
                 }
             }
             hand.held.store(kNothing, std::memory_order_release);
-            pace_[worker].ticks = (__rdtsc() - begin) / uint64_t(chunk.end - first);
+            hand.task_ticks = (__rdtsc() - begin) / uint64_t(chunk.end - first);
         } else {
             for (; chunk.next < chunk.end; chunk.next++) job.call(job.function, chunk.next, worker, Gate());
         }
@@ -174,32 +174,29 @@ class Pool {
     // Takes over the chunk of a thread that gets nowhere. Returns whether it did.
     bool relieve(int worker, Watch& watch) {
         const int hands = workers_ + 1;
-        const auto held_by = [this](int other) { return hands_[other].held.load(std::memory_order_relaxed); };
         int other = watch.worker;
-        for (int seen = 0; other == worker || (held_by(other) & kStates) != kRunning; other = (other + 1) % hands) {
+        uint64_t held;
+        for (int seen = 0;; other = (other + 1) % hands) {
+            held = hands_[other].held.load(std::memory_order_relaxed);
+            if (other != worker && (held & kStates) == kRunning) break;
             if (seen++ == hands) {
                 watch.held = kNothing;
                 return false;
             }
         }
         const uint64_t now = __rdtsc();
-        uint64_t held = held_by(other);
         if (held != watch.held || other != watch.worker) {
             watch = {held, now, other};
             return false;
         }
-        if (now - watch.since <= kPatience * pace_[worker].ticks) return false;
+        if (now - watch.since <= kPatience * hands_[worker].task_ticks) return false;
         watch.held = kNothing;
         const Chunk chunk = Chunk::of(held);
-        if (worker >= chunk.threads || (held & kStates) != kRunning || !hands_[other].held.compare_exchange_strong(held, kLost)) return false;
+        if (worker >= chunk.threads || !hands_[other].held.compare_exchange_strong(held, kLost)) return false;
         // The job is the one that is open: without these tasks it does not end.
         carry_out(Open::of(open_.load()).job, worker, chunk);
         return true;
     }
-
-    struct alignas(64) Pace {
-        uint64_t ticks = 0;  // of the processor's clock: what the last restartable tasks took this thread
-    };
 
     std::atomic<int> workers_{0};
     alignas(64) std::atomic<uint64_t> open_{0};  // an Open
@@ -207,7 +204,6 @@ class Pool {
     alignas(64) std::atomic<uint32_t> wake_ups_{0};
     std::atomic<int32_t> sleeping_{0};
     Hand hands_[kMostThreads];
-    Pace pace_[kMostThreads];
 };
 
 Team::Team(int threads) : threads_(std::min(threads, kMostThreads)), held_(Pool::shared().mutex) {
@@ -223,14 +219,12 @@ Job& Team::new_job(int tasks) {
 }
 
 void Team::run() {
-    std::vector<Job>& jobs = Pool::shared().jobs;
     if (gathered_) {
         Pool::shared().run(threads_);
     } else {
-        for (const Job& job : jobs)
+        for (const Job& job : Pool::shared().jobs)
             for (int task = 0; task < job.tasks; task++) job.call(job.function, task, 0, Gate());
     }
-    jobs.clear();
 }
 
 }  // namespace tokenmill

@@ -16,9 +16,10 @@
 
 namespace tokenmill {
 
-// What a thread holds, for the others to see.
+// What a thread holds, for the others to see, and what a task that can be begun again last took it: ticks of the processor's clock.
 struct alignas(64) Hand {
     std::atomic<uint64_t> held{0};
+    uint64_t task_ticks = 0;
 };
 
 // Stands before the results of a task that can be begun again. The thread that passes writes them, and nobody else does.
@@ -73,7 +74,7 @@ class Team {
         });
     }
 
-    // Does the jobs that were added, in order; returns when all is done and no thread looks at any of it any more.
+    // Does the jobs that were added, in order, and is called once; returns when all is done and no thread looks at any of it any more.
     void run();
 
   private:
