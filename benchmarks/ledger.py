@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from psycopg import sql
-from tokenmill_scheduler.core.records import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.ledger.port import Lease, Outcome, Submission
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger

@@ -19,22 +19,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tokenmill_scheduler.core.effects import PlanIssued
+from tokenmill_scheduler.core.events import Cancelled, ExecutorJoined, PlanDue, ResultArrived, Submitted, Updated
 from tokenmill_scheduler.core.mirror import BlockHashes
+from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription, Plan, Result, SequenceFinish
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import (
-    Blocks,
-    Cancelled,
-    ExecutorDescription,
-    ExecutorJoined,
-    Plan,
-    PlanDue,
-    PlanIssued,
-    Result,
-    ResultArrived,
-    SequenceFinish,
-    Submitted,
-    Updated,
-)
 from tokenmill_scheduler.core.request import Lane, Request, Sampling
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 

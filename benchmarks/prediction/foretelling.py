@@ -8,7 +8,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from tokenmill_scheduler.core.records import Effect, Event, ExecutorJoined
+from tokenmill_scheduler.core.effects import Effect
+from tokenmill_scheduler.core.events import Event, ExecutorJoined
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.journal.replay import replay
 from tokenmill_simulator.compare import Machines, Run, run

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import gt
 
-from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Plan, Result, SequenceFault, SequenceFinish
+from tokenmill_scheduler.core.plans import Admission, Blocks, ExecutorDescription, Plan, Result, SequenceFault, SequenceFinish
 from tokenmill_scheduler.wire import ExecutorFacts, ProtocolError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tokenmill_scheduler.changes import changes_in_words, has_changed
-from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.request import TERMINAL, State
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.ledger.port import Action, ActionVerb, Command, LedgerConflict, StoredRequest, Verb
@@ -91,8 +91,8 @@ class Control:
         verb = ActionVerb.CANCEL if is_cancel else ActionVerb.UPDATE
         actions = self.actions(command.actor, verb, command.request_id, command.reason, command.detail) if choices else ()
         for choice in choices:
-            cancelled = core.Cancelled(choice, command.reason)
-            self._loop.handle(cancelled if is_cancel else core.Updated(choice, command.priority, command.deadline_s), *actions)
+            cancelled = events.Cancelled(choice, command.reason)
+            self._loop.handle(cancelled if is_cancel else events.Updated(choice, command.priority, command.deadline_s), *actions)
             actions = ()
 
     def actions(self, actor: str, verb: ActionVerb, request_id: str, reason: str, detail: str = "") -> tuple[Action, ...]:

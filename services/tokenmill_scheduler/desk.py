@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from tokenmill_service.histogram import Histogram
 
-from tokenmill_scheduler.core.records import Blocks, TokenLogprobs
+from tokenmill_scheduler.core.plans import Blocks, TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 from tokenmill_scheduler.ledger.port import (
     ActionPage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenmill_scheduler.core.records import Blocks, Plan, Result
+from tokenmill_scheduler.core.plans import Blocks, Plan, Result
 from tokenmill_scheduler.desk import ExecutorStatus
 from tokenmill_scheduler.pacing import Pacer
 from tokenmill_scheduler.wire import ExecutorFacts

@@ -13,7 +13,8 @@ from functools import partial
 import structlog
 from tokenmill_service.tls import ClientTls
 
-from tokenmill_scheduler.core.records import ExecutorDescription, ExecutorsAwaited, Result
+from tokenmill_scheduler.core.events import ExecutorsAwaited
+from tokenmill_scheduler.core.plans import ExecutorDescription, Result
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.ledger.port import ExecutorTaken, Lease, Ledger, LedgerUnavailable
 from tokenmill_scheduler.link import ExecutorLink, Refused

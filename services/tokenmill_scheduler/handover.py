@@ -14,7 +14,8 @@ from functools import partial
 
 import structlog
 
-from tokenmill_scheduler.core.records import ExecutorDescription, ExecutorGone, ExecutorsKnown, KnownExecutor
+from tokenmill_scheduler.core.events import ExecutorGone, ExecutorsKnown, KnownExecutor
+from tokenmill_scheduler.core.plans import ExecutorDescription
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.ledger.port import Handover, Lease, Ledger, LedgerUnavailable, Outcome
 from tokenmill_scheduler.loop import Loop, RecordWriter

@@ -18,7 +18,7 @@ from tokenmill_service.flags import SettingsError
 from tokenmill_service.tls import ClientTls, channel_credentials
 
 from tokenmill_scheduler import wire
-from tokenmill_scheduler.core.records import Plan, Result
+from tokenmill_scheduler.core.plans import Plan, Result
 from tokenmill_scheduler.ledger.port import ExecutorTaken, LedgerError
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost, describe_error
 

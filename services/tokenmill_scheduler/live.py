@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from tokenmill_scheduler.core.choices import MAX_CHOICES, choice_id
-from tokenmill_scheduler.core.records import TokensGenerated, Transitioned, Updated
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.desk import Ended, Unavailable
 from tokenmill_scheduler.ledger.port import Record

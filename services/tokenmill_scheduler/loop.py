@@ -21,9 +21,11 @@ from typing import Protocol
 
 import structlog
 
-from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core import events
+from tokenmill_scheduler.core.effects import OverloadChanged, PlanIssued, Transitioned
+from tokenmill_scheduler.core.events import Event
 from tokenmill_scheduler.core.ordering import Ordering
-from tokenmill_scheduler.core.records import Event, OverloadChanged, PlanIssued, Result, Transitioned
+from tokenmill_scheduler.core.plans import ExecutorDescription, Result
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.core.waiting import WaitReason
@@ -119,7 +121,7 @@ class Loop:
         for choice in (request, *further):
             self.live.add(LiveRequest(choice, State.WAITING, Feed()), now_s)
             self._count(self._metrics.accept, choice, now_s)
-        self.handle(core.Submitted(request, choices=further))
+        self.handle(events.Submitted(request, choices=further))
 
     def resume(
         self,
@@ -137,7 +139,7 @@ class Loop:
         self._take_up(request, state, output, feed)
         for choice, choice_feed in further:
             self._take_up(choice, state, StoredOutput(0, ()), choice_feed)
-        self.handle(core.Submitted(request, output.token_ids, state, tuple([choice for choice, _ in further]), losses))
+        self.handle(events.Submitted(request, output.token_ids, state, tuple([choice for choice, _ in further]), losses))
 
     def _take_up(self, request: Request, state: State, output: StoredOutput, feed: Feed | None) -> None:
         feed = feed or Feed()
@@ -153,10 +155,10 @@ class Loop:
 
         `actions` become durable together with what the event leads to.
         """
-        if isinstance(event, core.PolicyChanged):
+        if isinstance(event, events.PolicyChanged):
             self._count(self._metrics.use_policy, event.policy)
         self._apply(event, actions)
-        if not isinstance(event, core.Tick):
+        if not isinstance(event, events.Tick):
             for drive in self.drives.values():
                 drive.pacer.hurry()
         self._pump_soon()
@@ -178,13 +180,13 @@ class Loop:
         self.drives[drive.name] = drive
         if self._served_since_s is None:
             self._served_since_s = self.clock()
-        self.handle(core.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks, drive.stored, drive.facts.epoch))
+        self.handle(events.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks, drive.stored, drive.facts.epoch))
 
     def answered(self, drive: Drive, result: Result) -> None:
         drive.answered(result, _now())
         seqs, round_trip_s = self._scheduler.max_num_seqs(drive.name), drive.pacer.last_round_trip_s
         self._count(self._metrics.stepped, drive.name, seqs, result, round_trip_s)
-        self._apply(core.ResultArrived(drive.name, result, self._stop_strings.judge(drive.name, result)))
+        self._apply(events.ResultArrived(drive.name, result, self._stop_strings.judge(drive.name, result)))
         self._result_seen.set()
         # The executor may have nothing to do from here on: no waiting for the next turn of the event loop.
         self._pump()
@@ -193,9 +195,9 @@ class Loop:
         drive.connected = False
         self._result_seen.set()
         if self._planning:
-            self.handle(core.ExecutorLost(drive.name, drive.epoch, reason, lives))
+            self.handle(events.ExecutorLost(drive.name, drive.epoch, reason, lives))
 
-    def connected(self) -> dict[tuple[str, int], core.ExecutorDescription]:
+    def connected(self) -> dict[tuple[str, int], ExecutorDescription]:
         """By name and epoch: what the executors that are there can hold of what is planned for here."""
         drives = [drive for drive in self.drives.values() if drive.connected]
         return {
@@ -207,7 +209,7 @@ class Loop:
         """Requests that wait are to be another scheduler's. Nothing happens to them here any more; they are `forget`'s once that
         is durable, or not to be."""
         self.live.leave(request_ids)
-        self.handle(core.HandedOver(request_ids))
+        self.handle(events.HandedOver(request_ids))
 
     def forget(self, request_ids: Sequence[str], reason: Unavailable) -> None:
         """Requests that are another scheduler's; who reads them here is told `reason`."""
@@ -288,11 +290,11 @@ class Loop:
         while True:
             self.ticked_s = self.clock()
             # What time alone has changed is seen, and plans that it allows are asked for.
-            self.handle(core.Tick())
+            self.handle(events.Tick())
             for request_id in self._orphans():
-                self.handle(core.Cancelled(request_id, "its client did not come back"))
+                self.handle(events.Cancelled(request_id, "its client did not come back"))
             for request_id in self._idle_clients.find(self.live.attended, self.ticked_s) if self._planning else ():
-                self.handle(core.Expired(request_id, self._idle_clients.reason))
+                self.handle(events.Expired(request_id, self._idle_clients.reason))
             await asyncio.sleep(TICK_S)
 
     def _orphans(self) -> list[str]:
@@ -404,7 +406,7 @@ class Loop:
         if not self._planning:
             return
         if (wait_s := self._until_wakeup()) is not None and wait_s <= 0:
-            self._apply(core.Tick())
+            self._apply(events.Tick())
         times_s = []
         self._was_saturated = self._writer.saturated
         if not self._was_saturated:
@@ -419,7 +421,7 @@ class Loop:
         while drive.connected and (due_s := drive.pacer.due_s(now_s := _now())) is not None:
             if due_s > now_s + TIMER_TICK_S:
                 return due_s
-            if not self._apply(core.PlanDue(drive.name, drive.pacer.most_steps())):
+            if not self._apply(events.PlanDue(drive.name, drive.pacer.most_steps())):
                 drive.pacer.declined()
                 return None
         return None

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from tokenmill_service.histogram import SECONDS, SHARES, SHORT_SECONDS, TOKENS, Histogram
 
-from tokenmill_scheduler.core.records import Result, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.plans import Result
 from tokenmill_scheduler.core.request import QUEUED, FinishReason, Lane, Request, State
 from tokenmill_scheduler.desk import LaneLoad
 from tokenmill_scheduler.latency import Latency, TokenGaps

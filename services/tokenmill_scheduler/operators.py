@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import structlog
 
-from tokenmill_scheduler.core import records as core
-from tokenmill_scheduler.core.records import Event
+from tokenmill_scheduler.core import events
+from tokenmill_scheduler.core.events import Event
 from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, Unavailable, UnknownExecutor
 from tokenmill_scheduler.ledger.port import POLICY, Action, ActionPage, ActionQuery, ActionVerb, Hold, Ledger, LedgerUnavailable
 from tokenmill_scheduler.loop import Loop
@@ -151,7 +151,7 @@ class Operators:
     def _held(self, hold: Hold) -> Event:
         if hold.target == POLICY:
             return self._policy_held(hold)
-        return core.QueuePaused(_why(hold)) if hold.target == QUEUE else core.ExecutorDrained(hold.target, _why(hold))
+        return events.QueuePaused(_why(hold)) if hold.target == QUEUE else events.ExecutorDrained(hold.target, _why(hold))
 
     def _policy_held(self, hold: Hold) -> Event:
         try:
@@ -163,7 +163,7 @@ class Operators:
     def _released(self, target: str) -> Event:
         if target == POLICY:
             return self._configured.event
-        return core.QueueResumed() if target == QUEUE else core.ExecutorUndrained(target)
+        return events.QueueResumed() if target == QUEUE else events.ExecutorUndrained(target)
 
 
 def _why(hold: Hold) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tokenmill_scheduler.core.events import PolicyChanged
 from tokenmill_scheduler.core.lanes import LaneShares, check_lane_shares, lane_shares_in_words, parse_lane_shares
 from tokenmill_scheduler.core.ordering import Ordering
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import PolicyChanged
 
 _RECORD = re.compile(r"policy=(?P<policy>\S+) fair_share=(?P<fair_share>on|off) lane_shares=(?P<lane_shares>\S+)")
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from tokenmill_scheduler.core.records import Plan, StepTimes
+from tokenmill_scheduler.core.plans import Plan, StepTimes
 
 GROW = 2.0
 SHRINK = 1 / 64

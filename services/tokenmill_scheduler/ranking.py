@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenmill_scheduler.core.records import TokenLogprobs
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import State
 
 

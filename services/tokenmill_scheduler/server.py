@@ -22,7 +22,7 @@ from tokenmill_service.metrics import MetricsServer
 from tokenmill_service.tls import channel_credentials, server_credentials
 
 from tokenmill_scheduler.access import Access
-from tokenmill_scheduler.core.records import QuotasChanged, WeightsChanged
+from tokenmill_scheduler.core.events import QuotasChanged, WeightsChanged
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors

@@ -14,7 +14,7 @@ from functools import partial
 from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.changes import cancellation, second_try
 from tokenmill_scheduler.control import Control
-from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.core.waiting import WaitCode
@@ -196,7 +196,7 @@ class Service:
             return
         self.followers.left(request_id)
         if self._loop.live.reader_left(request_id, self._loop.clock()):
-            self._loop.handle(core.Cancelled(request_id, "its client left"))
+            self._loop.handle(events.Cancelled(request_id, "its client left"))
 
     # ---- changes ---------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Service:
                     self._loop.live.read_elsewhere(command.request_id, self._loop.clock())
                 case Verb.LEAVE:
                     if self._loop.live.left_elsewhere(command.request_id):
-                        self._loop.handle(core.Cancelled(command.request_id, "its client left"))
+                        self._loop.handle(events.Cancelled(command.request_id, "its client left"))
         await self._control.durable()
 
     # ---- reads -----------------------------------------------------------------------------------------------------------------

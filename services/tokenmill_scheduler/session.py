@@ -16,7 +16,7 @@ from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_scheduler import wire
 from tokenmill_scheduler.answers import Answers
-from tokenmill_scheduler.core.records import Plan, Result
+from tokenmill_scheduler.core.plans import Plan, Result
 
 if TYPE_CHECKING:
     # Only the stubs for type checkers tell asyncio's stub from the blocking one.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenmill_scheduler.core.records import Result, TextStop
+from tokenmill_scheduler.core.events import TextStop
+from tokenmill_scheduler.core.plans import Result
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
 from tokenmill_scheduler.text.model import TextModel, TextStream
 

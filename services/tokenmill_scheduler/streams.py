@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from tokenmill_scheduler.core.records import TokenLogprobs
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.desk import Chunk, Ended, IndexAhead, Unavailable
 
 

@@ -11,7 +11,7 @@ from math import isnan
 
 from tokenmill.executor.v1 import executor_pb2 as pb
 
-from tokenmill_scheduler.core.records import (
+from tokenmill_scheduler.core.plans import (
     FULL_ATTENTION,
     MAX_EPOCH,
     Admission,

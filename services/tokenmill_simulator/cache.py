@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from tokenmill_scheduler.core.records import Blocks
+from tokenmill_scheduler.core.plans import Blocks
 
 
 class BlockCache:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core.batching import BATCHING_MODES
+from tokenmill_scheduler.core.events import Event
+from tokenmill_scheduler.core.plans import ExecutorDescription
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import Event, ExecutorDescription
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepCost

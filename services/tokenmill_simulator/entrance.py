@@ -13,8 +13,8 @@ from math import inf
 from typing import Protocol
 
 from tokenmill_scheduler.core.backlog import QueueLimits
+from tokenmill_scheduler.core.events import Cancelled, Submitted
 from tokenmill_scheduler.core.gate import Arriving, QueueGate
-from tokenmill_scheduler.core.records import Cancelled, Submitted
 from tokenmill_scheduler.core.scheduler import Scheduler
 
 from tokenmill_simulator.requests import SimulatedRequest

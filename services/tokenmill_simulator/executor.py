@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from tokenmill_scheduler.core.mirror import BlockHashes
-from tokenmill_scheduler.core.records import (
+from tokenmill_scheduler.core.plans import (
     Admission,
     ExecutorDescription,
     Fault,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenmill_scheduler.core.records import Effect, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.effects import Effect, TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import TERMINAL, State
 
 from tokenmill_simulator.requests import SimulatedRequest

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
-from tokenmill_scheduler.core.records import Plan, Result
+from tokenmill_scheduler.core.plans import Plan, Result
 
 from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepLoad
 from tokenmill_simulator.executor import Ints, has_prefill, step_load

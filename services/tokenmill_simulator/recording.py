@@ -10,23 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tokenmill_scheduler.core.counters import Counters
-from tokenmill_scheduler.core.records import (
-    Effect,
+from tokenmill_scheduler.core.effects import Effect, PlanIssued, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import (
     Event,
-    ExecutorDescription,
     ExecutorJoined,
     Expired,
     HandedOver,
-    PlanIssued,
     PolicyChanged,
     QuotasChanged,
-    Result,
     ResultArrived,
     Submitted,
-    TokensGenerated,
-    Transitioned,
     WeightsChanged,
 )
+from tokenmill_scheduler.core.plans import ExecutorDescription, Result
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_workloads import Arrival

@@ -14,19 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenmill_scheduler.core.records import (
-    Blocks,
-    Effect,
-    Event,
-    ExecutorDescription,
-    ExecutorJoined,
-    Plan,
-    PlanDue,
-    PlanIssued,
-    Result,
-    ResultArrived,
-    Tick,
-)
+from tokenmill_scheduler.core.effects import Effect, PlanIssued
+from tokenmill_scheduler.core.events import Event, ExecutorJoined, PlanDue, ResultArrived, Tick
+from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription, Plan, Result
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
 from tokenmill_simulator.cost import UNMEASURED, ServiceCost, StepCost

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Self
 
 from tokenmill_scheduler.core.choices import choice_ids, further_choices
-from tokenmill_scheduler.core.records import Blocks, TokenLogprobs
+from tokenmill_scheduler.core.plans import Blocks, TokenLogprobs
 from tokenmill_scheduler.core.request import QUEUED, FinishReason, Request, State
 from tokenmill_scheduler.desk import (
     Attachment,

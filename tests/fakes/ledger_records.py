@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill_scheduler.core.records import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, State
 from tokenmill_scheduler.ledger.port import Ledger, Submission
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tokenmill_scheduler.core.records import MAX_EPOCH, ExecutorDescription, KnownExecutor
+from tokenmill_scheduler.core.events import KnownExecutor
+from tokenmill_scheduler.core.plans import MAX_EPOCH, ExecutorDescription
 from tokenmill_scheduler.ledger.port import Command, EpochsUsedUp, ExecutorTaken, Lease, LeaseLost
 
 

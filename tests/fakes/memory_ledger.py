@@ -11,14 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tokenmill_scheduler.core.records import (
-    ExecutorDescription,
-    KnownExecutor,
-    TokenLogprobs,
-    TokensGenerated,
-    Transitioned,
-    Updated,
-)
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import KnownExecutor, Updated
+from tokenmill_scheduler.core.plans import ExecutorDescription, TokenLogprobs
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, TRANSITIONS, State
 from tokenmill_scheduler.ledger.port import (
     Action,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokenmill_scheduler.core.backlog import QueueLimits
-from tokenmill_scheduler.core.records import Blocks, ExecutorDescription, Plan, Result, SequenceFinish, StepTimes
+from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription, Plan, Result, SequenceFinish, StepTimes
 from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.desk import Attachment, Ended, Submitted

@@ -12,18 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill_scheduler.core.records import (
-    Effect,
-    OverloadChanged,
-    Plan,
-    PlanIssued,
-    ResultArrived,
-    SequenceFault,
-    TextStop,
-    TokensGenerated,
-    Transitioned,
-    Updated,
-)
+from tokenmill_scheduler.core.effects import Effect, OverloadChanged, PlanIssued, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import ResultArrived, TextStop, Updated
+from tokenmill_scheduler.core.plans import Plan, SequenceFault
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tests.simulation.world import World, description

@@ -21,20 +21,9 @@ from tokenmill_executor.engine import Engine
 from tokenmill_executor.model import load_runner
 from tokenmill_scheduler import wire as scheduler_wire
 from tokenmill_scheduler.core import invariants
-from tokenmill_scheduler.core.records import (
-    BlockGroup,
-    Effect,
-    Event,
-    ExecutorDescription,
-    ExecutorJoined,
-    Plan,
-    PlanDue,
-    PlanIssued,
-    ResultArrived,
-    Submitted,
-    TokensGenerated,
-    Transitioned,
-)
+from tokenmill_scheduler.core.effects import Effect, PlanIssued, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import Event, ExecutorJoined, PlanDue, ResultArrived, Submitted
+from tokenmill_scheduler.core.plans import BlockGroup, ExecutorDescription, Plan
 from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 

@@ -9,9 +9,10 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenmill_scheduler.core.effects import Effect, Transitioned
+from tokenmill_scheduler.core.events import Event
 from tokenmill_scheduler.core.lanes import guaranteed_slots
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import Effect, Event, Transitioned
 from tokenmill_scheduler.core.request import QUEUED, RUNNING, TERMINAL, Lane, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

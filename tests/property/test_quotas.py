@@ -10,8 +10,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill_scheduler.core.counters import Preemption
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.quotas import BURST_S, Quota
-from tokenmill_scheduler.core.records import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import RUNNING, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

@@ -14,17 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tokenmill_scheduler.core.admission import ADMISSION_MODES
+from tokenmill_scheduler.core.events import PolicyChanged, ResultArrived, TextStop
+from tokenmill_scheduler.core.plans import FULL_ATTENTION, BlockGroup, ExecutorDescription, SequenceFault
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.quotas import Quota
-from tokenmill_scheduler.core.records import (
-    FULL_ATTENTION,
-    BlockGroup,
-    ExecutorDescription,
-    PolicyChanged,
-    ResultArrived,
-    SequenceFault,
-    TextStop,
-)
 from tokenmill_scheduler.core.request import TERMINAL, FinishReason, Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

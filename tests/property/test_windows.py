@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hypothesis import HealthCheck, settings
-from tokenmill_scheduler.core.records import BlockGroup, ExecutorDescription
+from tokenmill_scheduler.core.plans import BlockGroup, ExecutorDescription
 
 from tests.property.test_scheduler_machine import SchedulerMachine
 from tests.simulation.world import Record

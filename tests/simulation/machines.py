@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from tokenmill_scheduler.core.records import Plan, Result
+from tokenmill_scheduler.core.plans import Plan, Result
 from tokenmill_scheduler.link import Backoff, ExecutorLink, LinkOwner
 from tokenmill_scheduler.session import Fenced, Session, SessionLost
 from tokenmill_scheduler.wire import ExecutorFacts, Standing

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
+from tokenmill_scheduler.core.plans import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
 
 from tests.simulation import oracle
 from tests.simulation.pool import GONE, Pool

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenmill_scheduler.core.mirror import BlockHashes
-from tokenmill_scheduler.core.records import Blocks, ExecutorDescription
+from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription
 
 Key = tuple[int, ...]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenmill_scheduler.core.plans import SequenceFault
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import SequenceFault
 from tokenmill_scheduler.core.request import TERMINAL, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

@@ -11,34 +11,27 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core import invariants, quarantine
 from tokenmill_scheduler.core.choices import choice_ids, further_choices
-from tokenmill_scheduler.core.quotas import Quota
-from tokenmill_scheduler.core.records import (
-    FULL_ATTENTION,
-    BlockGroup,
+from tokenmill_scheduler.core.effects import Effect, PlanIssued, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import (
     Cancelled,
-    Effect,
     Event,
-    ExecutorDescription,
     ExecutorDrained,
     ExecutorJoined,
     ExecutorLost,
     ExecutorUndrained,
-    Plan,
     PlanDue,
-    PlanIssued,
     PolicyChanged,
     QueuePaused,
     QueueResumed,
     QuotasChanged,
-    Result,
     ResultArrived,
     Submitted,
     TextStop,
     Tick,
-    TokensGenerated,
-    Transitioned,
     Updated,
 )
+from tokenmill_scheduler.core.plans import FULL_ATTENTION, BlockGroup, ExecutorDescription, Plan, Result
+from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, TRANSITIONS, Lane, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 

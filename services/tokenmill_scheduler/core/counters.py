@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tokenmill_scheduler.core.records import Blocks
+from tokenmill_scheduler.core.plans import Blocks
 
 
 class Preemption(StrEnum):

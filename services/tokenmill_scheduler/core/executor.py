@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tokenmill_scheduler.core.forecast import Forecast
 from tokenmill_scheduler.core.mirror import Mirror
-from tokenmill_scheduler.core.records import Blocks, ExecutorDescription, Plan
+from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription, Plan
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.sequence import Sequence
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenmill_scheduler.core.records import FULL_ATTENTION, BlockGroup
+from tokenmill_scheduler.core.plans import FULL_ATTENTION, BlockGroup
 from tokenmill_scheduler.core.sequence import Sequence
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill_scheduler.core.executor import ExecutorState
-from tokenmill_scheduler.core.records import Admission
+from tokenmill_scheduler.core.plans import Admission
 from tokenmill_scheduler.core.sequence import Sequence
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tokenmill_scheduler.core.effects import Transitioned
 from tokenmill_scheduler.core.mirror import BlockHashes
-from tokenmill_scheduler.core.records import Transitioned
 from tokenmill_scheduler.core.request import FinishReason, Request, State, check_transition
 from tokenmill_scheduler.core.sequence import Sequence
 

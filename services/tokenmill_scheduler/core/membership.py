@@ -7,10 +7,7 @@ Must not know: requests, the order of the queue, plans.
 from __future__ import annotations
 
 from tokenmill_scheduler.core import quarantine
-from tokenmill_scheduler.core.executor import ExecutorState
-from tokenmill_scheduler.core.records import (
-    Blocks,
-    ExecutorDescription,
+from tokenmill_scheduler.core.events import (
     ExecutorDrained,
     ExecutorGone,
     ExecutorJoined,
@@ -20,6 +17,8 @@ from tokenmill_scheduler.core.records import (
     ExecutorUndrained,
     KnownExecutor,
 )
+from tokenmill_scheduler.core.executor import ExecutorState
+from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription
 from tokenmill_scheduler.core.roster import Roster
 
 

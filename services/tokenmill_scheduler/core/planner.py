@@ -23,9 +23,9 @@ from tokenmill_scheduler.core.forecast import Forecast
 from tokenmill_scheduler.core.lineup import Lineup
 from tokenmill_scheduler.core.live import RESOURCE_EXHAUSTED, Ending, LiveRequest
 from tokenmill_scheduler.core.ordering import Ordering
+from tokenmill_scheduler.core.plans import Admission, Plan
 from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.quotas import QuotaCheck
-from tokenmill_scheduler.core.records import Admission, Plan
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster

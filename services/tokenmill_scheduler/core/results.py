@@ -12,9 +12,11 @@ from operator import add
 
 from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.counters import Preemption
+from tokenmill_scheduler.core.effects import TokensGenerated
+from tokenmill_scheduler.core.events import TextStop
 from tokenmill_scheduler.core.executor import ExecutorState, PlanOut
 from tokenmill_scheduler.core.live import INTERNAL, RESOURCE_EXHAUSTED, Ending, LiveRequest
-from tokenmill_scheduler.core.records import Fault, Result, SequenceFault, SequenceFinish, TextStop, TokenLogprobs, TokensGenerated
+from tokenmill_scheduler.core.plans import Fault, Result, SequenceFault, SequenceFinish, TokenLogprobs
 from tokenmill_scheduler.core.request import RUNNING, FinishReason, State
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.sequence import Sequence

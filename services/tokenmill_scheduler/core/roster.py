@@ -9,13 +9,14 @@ from __future__ import annotations
 from tokenmill_scheduler.core.alarms import Alarms
 from tokenmill_scheduler.core.backlog import Backlog
 from tokenmill_scheduler.core.counters import Counters, Preemption
+from tokenmill_scheduler.core.effects import Effect
+from tokenmill_scheduler.core.events import Submitted
 from tokenmill_scheduler.core.executor import ExecutorState, unbind
 from tokenmill_scheduler.core.live import Ending, LiveRequest
 from tokenmill_scheduler.core.ordering import Ordering
 from tokenmill_scheduler.core.prediction import Prediction
 from tokenmill_scheduler.core.queue import WaitingQueue, reordered
 from tokenmill_scheduler.core.quotas import Quotas
-from tokenmill_scheduler.core.records import Effect, Submitted
 from tokenmill_scheduler.core.request import QUEUED, State
 from tokenmill_scheduler.core.sequence import Sequence
 

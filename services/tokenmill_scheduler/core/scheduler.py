@@ -13,19 +13,9 @@ from dataclasses import dataclass, field, replace
 from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.admission import admission_named
 from tokenmill_scheduler.core.batching import batching_named
-from tokenmill_scheduler.core.lanes import DEFAULT_LANE_SHARES, LaneShares
-from tokenmill_scheduler.core.lengths import OutputLengths
-from tokenmill_scheduler.core.live import Ending
-from tokenmill_scheduler.core.membership import Membership
-from tokenmill_scheduler.core.ordering import AGEING_TURN, MAX_PRIORITY_WAIT_S, Ordering
-from tokenmill_scheduler.core.overload import OverloadConfig
-from tokenmill_scheduler.core.planner import Planner
-from tokenmill_scheduler.core.policy import policy_named
-from tokenmill_scheduler.core.prediction import Prediction
-from tokenmill_scheduler.core.questions import Questions
-from tokenmill_scheduler.core.records import (
+from tokenmill_scheduler.core.effects import Effect, PlanIssued
+from tokenmill_scheduler.core.events import (
     Cancelled,
-    Effect,
     Event,
     ExecutorDrained,
     ExecutorGone,
@@ -37,7 +27,6 @@ from tokenmill_scheduler.core.records import (
     Expired,
     HandedOver,
     PlanDue,
-    PlanIssued,
     PolicyChanged,
     QueuePaused,
     QueueResumed,
@@ -48,6 +37,16 @@ from tokenmill_scheduler.core.records import (
     Updated,
     WeightsChanged,
 )
+from tokenmill_scheduler.core.lanes import DEFAULT_LANE_SHARES, LaneShares
+from tokenmill_scheduler.core.lengths import OutputLengths
+from tokenmill_scheduler.core.live import Ending
+from tokenmill_scheduler.core.membership import Membership
+from tokenmill_scheduler.core.ordering import AGEING_TURN, MAX_PRIORITY_WAIT_S, Ordering
+from tokenmill_scheduler.core.overload import OverloadConfig
+from tokenmill_scheduler.core.planner import Planner
+from tokenmill_scheduler.core.policy import policy_named
+from tokenmill_scheduler.core.prediction import Prediction
+from tokenmill_scheduler.core.questions import Questions
 from tokenmill_scheduler.core.request import QUEUED, RUNNING, FinishReason, State
 from tokenmill_scheduler.core.results import apply_result
 from tokenmill_scheduler.core.room import Room

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenmill_scheduler.core.live import LiveRequest
-    from tokenmill_scheduler.core.records import Admission
+    from tokenmill_scheduler.core.plans import Admission
 
 
 @dataclass(slots=True, eq=False)

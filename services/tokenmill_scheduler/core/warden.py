@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from tokenmill_scheduler.core.backlog import Part
 from tokenmill_scheduler.core.drain import MEMORY_S
+from tokenmill_scheduler.core.effects import OverloadChanged
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.overload import OverloadConfig, OverloadController, Signals, Stage
-from tokenmill_scheduler.core.records import OverloadChanged
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.roster import Roster
 

@@ -13,7 +13,8 @@ from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tokenmill_scheduler.core.records import Effect, Event
+from tokenmill_scheduler.core.effects import Effect
+from tokenmill_scheduler.core.events import Event
 
 Json = Any
 Convert = Callable[[Any], Any]

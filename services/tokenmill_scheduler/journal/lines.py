@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from tokenmill_scheduler.core.records import Effect, Event, Plan, PlanIssued, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.effects import Effect, PlanIssued, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import Event
+from tokenmill_scheduler.core.plans import Plan
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.journal.codec import CodecError, decode, decode_fields, encode, encode_fields
 

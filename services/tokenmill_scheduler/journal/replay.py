@@ -10,7 +10,8 @@ from itertools import chain
 from pathlib import Path
 
 from tokenmill_scheduler.core.counters import Counters
-from tokenmill_scheduler.core.records import Effect, Event, PlanIssued
+from tokenmill_scheduler.core.effects import Effect, PlanIssued
+from tokenmill_scheduler.core.events import Event
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.journal.lines import Entry, Full, JournalError, Missing, parse, parse_header, told
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tokenmill_scheduler.core.records import Effect, Event
+from tokenmill_scheduler.core.effects import Effect
+from tokenmill_scheduler.core.events import Event
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.journal.lines import Outcome
 

@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 
 import structlog
 
-from tokenmill_scheduler.core.records import Event
+from tokenmill_scheduler.core.events import Event
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.journal import lines
 

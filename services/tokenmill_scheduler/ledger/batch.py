@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tokenmill_scheduler.core.records import TokensGenerated, Transitioned, Updated
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, TRANSITIONS, State
 from tokenmill_scheduler.ledger.codec import pack_logprobs, pack_tokens
 from tokenmill_scheduler.ledger.port import Action, Handover, LedgerConflict, Record, Submission

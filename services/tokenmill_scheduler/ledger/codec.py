@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from tokenmill_scheduler.core.records import BlockGroup, ExecutorDescription, TokenLogprobs
+from tokenmill_scheduler.core.plans import BlockGroup, ExecutorDescription, TokenLogprobs
 from tokenmill_scheduler.core.request import Request, Sampling
 
 _LOGPROB = struct.Struct("<dI")

@@ -13,7 +13,8 @@ from importlib import import_module
 
 from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, delete, insert, literal_column, or_, select, update
 
-from tokenmill_scheduler.core.records import MAX_EPOCH, ExecutorDescription, KnownExecutor
+from tokenmill_scheduler.core.events import KnownExecutor
+from tokenmill_scheduler.core.plans import MAX_EPOCH, ExecutorDescription
 from tokenmill_scheduler.ledger import queries
 from tokenmill_scheduler.ledger.codec import pack_description, unpack_description
 from tokenmill_scheduler.ledger.port import (

@@ -11,14 +11,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from tokenmill_scheduler.core.choices import further_choices
-from tokenmill_scheduler.core.records import (
-    ExecutorDescription,
-    KnownExecutor,
-    TokenLogprobs,
-    TokensGenerated,
-    Transitioned,
-    Updated,
-)
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import KnownExecutor, Updated
+from tokenmill_scheduler.core.plans import ExecutorDescription, TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func, or_, select, tuple_
 
-from tokenmill_scheduler.core.records import TokenLogprobs
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 from tokenmill_scheduler.ledger.codec import unpack_logprobs, unpack_parameters, unpack_tokens
 from tokenmill_scheduler.ledger.port import (

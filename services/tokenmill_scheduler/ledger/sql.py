@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from tokenmill_scheduler.core.records import ExecutorDescription, KnownExecutor
+from tokenmill_scheduler.core.events import KnownExecutor
+from tokenmill_scheduler.core.plans import ExecutorDescription
 from tokenmill_scheduler.ledger import actions as action_rows
 from tokenmill_scheduler.ledger import commands as command_rows
 from tokenmill_scheduler.ledger import commits, queries, store

@@ -12,7 +12,7 @@ from zlib import crc32
 
 from sqlalchemy import Connection, and_, delete, or_, select
 
-from tokenmill_scheduler.core.records import Transitioned
+from tokenmill_scheduler.core.effects import Transitioned
 from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.ledger import actions, commands
 from tokenmill_scheduler.ledger.batch import Batch, Change, Chunk, fold

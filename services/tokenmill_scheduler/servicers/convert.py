@@ -9,7 +9,7 @@ from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2, types_pb2
 from tokenmill_service.histogram import Histogram
 
-from tokenmill_scheduler.core.records import TokenLogprobs
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.desk import ExecutorStatus, LaneLoad, Load, RequestStatus, ServedModel
 from tokenmill_scheduler.ledger.port import Action, StoredTransition

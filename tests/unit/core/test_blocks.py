@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_scheduler.core.records import FULL_ATTENTION, BlockGroup, SequenceFault
+from tokenmill_scheduler.core.plans import FULL_ATTENTION, BlockGroup, SequenceFault
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

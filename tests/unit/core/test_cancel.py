@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tokenmill_scheduler.core.records import Cancelled, Transitioned
+from tokenmill_scheduler.core.effects import Transitioned
+from tokenmill_scheduler.core.events import Cancelled
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

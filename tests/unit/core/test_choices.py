@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_scheduler.core.choices import MAX_CHOICES, choice_ids, choice_seed, further_choices
-from tokenmill_scheduler.core.records import BlockGroup, Plan, SequenceFault, Transitioned
+from tokenmill_scheduler.core.effects import Transitioned
+from tokenmill_scheduler.core.plans import BlockGroup, Plan, SequenceFault
 from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

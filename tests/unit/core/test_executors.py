@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tokenmill_scheduler.core.records import (
-    ExecutorDescription,
+from tokenmill_scheduler.core.events import (
     ExecutorGone,
     ExecutorJoined,
     ExecutorLost,
@@ -15,11 +14,10 @@ from tokenmill_scheduler.core.records import (
     HandedOver,
     KnownExecutor,
     PlanDue,
-    Result,
     ResultArrived,
-    SequenceFault,
     Submitted,
 )
+from tokenmill_scheduler.core.plans import ExecutorDescription, Result, SequenceFault
 from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

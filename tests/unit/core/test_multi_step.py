@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_scheduler.core.records import BlockGroup, Plan
+from tokenmill_scheduler.core.plans import BlockGroup, Plan
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

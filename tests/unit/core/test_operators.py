@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill_scheduler.core.records import Expired
+from tokenmill_scheduler.core.events import Expired
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

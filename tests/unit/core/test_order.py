@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_scheduler.core.counters import Preemption
+from tokenmill_scheduler.core.events import PolicyChanged, QuotasChanged, Updated
 from tokenmill_scheduler.core.lanes import guaranteed_slots
 from tokenmill_scheduler.core.lengths import OutputLengths
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.prediction import Prediction
 from tokenmill_scheduler.core.quotas import Quota
-from tokenmill_scheduler.core.records import PolicyChanged, QuotasChanged, Updated
 from tokenmill_scheduler.core.request import Lane, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenmill_scheduler.core.effects import OverloadChanged
 from tokenmill_scheduler.core.overload import OverloadConfig, OverloadController, Signals, Stage
 from tokenmill_scheduler.core.quotas import Quota
-from tokenmill_scheduler.core.records import OverloadChanged
 from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_executor.prefix import PrefixHasher, hash_function, short_hash
+from tokenmill_scheduler.core.events import Submitted
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.lineup import WINDOW, Lineup
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.mirror import BlockHashes, Mirror
 from tokenmill_scheduler.core.ordering import Ordering
+from tokenmill_scheduler.core.plans import Blocks
 from tokenmill_scheduler.core.policy import policy_named
 from tokenmill_scheduler.core.queue import WaitingQueue
-from tokenmill_scheduler.core.records import Blocks, Submitted
 from tokenmill_scheduler.core.request import Lane, Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill_scheduler.core.records import TextStop, TokenLogprobs, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import TextStop
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tokenmill_scheduler.core.events import QuotasChanged, Submitted
 from tokenmill_scheduler.core.quotas import Quota
-from tokenmill_scheduler.core.records import QuotasChanged, Submitted
 from tokenmill_scheduler.core.request import Lane, Request, Sampling
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.core.waiting import LOOKED_AT, WaitCode

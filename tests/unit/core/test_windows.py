@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tokenmill_scheduler.core.forecast import Forecast
-from tokenmill_scheduler.core.records import BlockGroup
+from tokenmill_scheduler.core.plans import BlockGroup
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 

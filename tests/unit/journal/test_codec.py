@@ -12,7 +12,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenmill_scheduler.core.records import Cancelled, Effect, Event, ExecutorLost
+from tokenmill_scheduler.core.effects import Effect
+from tokenmill_scheduler.core.events import Cancelled, Event, ExecutorLost
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.journal.codec import CodecError, decode, decode_fields, encode, encode_fields, types_by_name
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenmill_scheduler.core.events import Cancelled, QueuePaused, Tick
 from tokenmill_scheduler.core.policy import Fcfs
-from tokenmill_scheduler.core.records import Cancelled, QueuePaused, Tick
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.journal import writer as writer_module
 from tokenmill_scheduler.journal.lines import JournalError

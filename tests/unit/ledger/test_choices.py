@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill_scheduler.core.choices import further_choices
-from tokenmill_scheduler.core.records import Transitioned, Updated
+from tokenmill_scheduler.core.effects import Transitioned
+from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.ledger.port import Ledger, Outcome, RequestQuery, Submission
 

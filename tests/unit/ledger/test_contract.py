@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import Updated
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import TRANSITIONS, FinishReason, Lane, Request, Sampling, State
 from tokenmill_scheduler.ledger.port import (
     Ledger,

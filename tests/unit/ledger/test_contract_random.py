@@ -6,7 +6,9 @@ import itertools
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenmill_scheduler.core.records import TokenLogprobs, TokensGenerated, Transitioned, Updated
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import Updated
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import TRANSITIONS, FinishReason, State
 from tokenmill_scheduler.ledger.port import Ledger, LedgerConflict, Record, RequestQuery
 from tokenmill_scheduler.ledger.sql import SqlLedger

@@ -19,7 +19,7 @@ STEPS_BEFORE_KILL = 100
 WRITER = f"""
 import asyncio, sys
 from tests.fakes.ledger_records import submission
-from tokenmill_scheduler.core.records import TokensGenerated
+from tokenmill_scheduler.core.effects import TokensGenerated
 from tokenmill_scheduler.ledger.sql import open_ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection
-from tokenmill_scheduler.core.records import MAX_EPOCH, BlockGroup, ExecutorDescription, Transitioned
+from tokenmill_scheduler.core.effects import Transitioned
+from tokenmill_scheduler.core.plans import MAX_EPOCH, BlockGroup, ExecutorDescription
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import commits, leases, store
 from tokenmill_scheduler.ledger.engine import driver_errors

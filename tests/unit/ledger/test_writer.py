@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
-from tokenmill_scheduler.core.records import TokensGenerated
+from tokenmill_scheduler.core.effects import TokensGenerated
 from tokenmill_scheduler.ledger import writer as writer_module
 from tokenmill_scheduler.ledger.port import Lease, LedgerConflict, LedgerUnavailable, Outcome, Record
 from tokenmill_scheduler.ledger.sql import SqlLedger

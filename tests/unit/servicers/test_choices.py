@@ -10,7 +10,7 @@ from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill.inference.v1.types_pb2 import SamplingParams, StreamEvent
-from tokenmill_scheduler.core.records import TokenLogprobs
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.ranking import Candidate, best
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tokenmill_scheduler.answers import Answers
-from tokenmill_scheduler.core.records import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
+from tokenmill_scheduler.core.plans import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
 from tokenmill_scheduler.core.request import Sampling
 from tokenmill_scheduler.wire import ExecutorFacts, ProtocolError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_scheduler.core.choices import choice_ids, further_choices
-from tokenmill_scheduler.core.records import Expired
+from tokenmill_scheduler.core.events import Expired
 from tokenmill_scheduler.core.request import FinishReason, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import Cancellation, Ended, IndexAhead, QueueFull, RequestEnded

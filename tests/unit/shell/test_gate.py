@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.comeback import MOST_S, UNKNOWN_S, Comebacks, delay_s
 from tokenmill_scheduler.core.drain import Drain
+from tokenmill_scheduler.core.events import Cancelled, QuotasChanged
 from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.quotas import Quota
-from tokenmill_scheduler.core.records import Cancelled, QuotasChanged
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import Overloaded, QueueFull, Refused, RequestExists, TenantLimit

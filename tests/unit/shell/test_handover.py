@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from tokenmill_scheduler.core.choices import further_choices
-from tokenmill_scheduler.core.records import ExecutorsAwaited, KnownExecutor, Tick, Transitioned
+from tokenmill_scheduler.core.effects import Transitioned
+from tokenmill_scheduler.core.events import ExecutorsAwaited, KnownExecutor, Tick
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.waiting import WaitCode
 from tokenmill_scheduler.desk import Cancellation, Chunk, Ended, Unavailable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill_scheduler.core.records import TokensGenerated
+from tokenmill_scheduler.core.effects import TokensGenerated
 from tokenmill_scheduler.live import may_gather
 
 from tests.fakes.ledger_records import done, prefill, submission, tokens

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tokenmill_scheduler.core.records import PolicyChanged, TokensGenerated, Transitioned
+from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
+from tokenmill_scheduler.core.events import PolicyChanged
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.metrics import Metrics

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
-from tokenmill_scheduler.core.records import Plan, StepTimes
+from tokenmill_scheduler.core.plans import Plan, StepTimes
 from tokenmill_scheduler.pacing import FIRST_MARGIN_S, GROW, MIN_MARGIN_S, SHRINK, Pacer, Repeats, StepShape, StepTimeModel
 
 DECODE = StepShape(tokens=8, has_prefill=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tokenmill_executor.simulated_tokenizer import tokenizer_files
-from tokenmill_scheduler.core.records import Blocks, Result, TextStop
+from tokenmill_scheduler.core.events import TextStop
+from tokenmill_scheduler.core.plans import Blocks, Result
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
 from tokenmill_scheduler.stops import StopStrings

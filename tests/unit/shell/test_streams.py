@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tokenmill_scheduler.core.records import TokenLogprobs
+from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.desk import Chunk, Ended, IndexAhead, Unavailable
 from tokenmill_scheduler.streams import Feed, FeedReader

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from tokenmill_scheduler.core import records as core
+from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.backlog import QueueLimits, most_tokens
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -110,5 +110,5 @@ async def test_running_requests_are_not_queued_tokens() -> None:
     with pytest.raises(TenantLimit, match="may come to 13 tokens, more than the 12") as hopeless:
         await service.submit(request("c", tenant="t", max_tokens=10), b"d")
     assert hopeless.value.retry_delay_s is None
-    shell.loop.handle(core.Cancelled("a", ""))
+    shell.loop.handle(events.Cancelled("a", ""))
     assert shell.loop.live.tenants.of("t").requests == 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill_scheduler import wire
-from tokenmill_scheduler.core.records import (
+from tokenmill_scheduler.core.plans import (
     Admission,
     BlockGroup,
     Blocks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill_scheduler.core.records import ExecutorDescription
+from tokenmill_scheduler.core.plans import ExecutorDescription
 from tokenmill_simulator.compare import MODEL, Machines
 from tokenmill_simulator.cost import StepCost
 from tokenmill_simulator.requests import SimulatedRequest, mixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tokenmill_scheduler.core.records import Admission, Blocks, Plan, SequenceFault, SequenceFinish
+from tokenmill_scheduler.core.plans import Admission, Blocks, Plan, SequenceFault, SequenceFinish
 from tokenmill_scheduler.core.request import Sampling
 from tokenmill_simulator.cache import BlockCache
 from tokenmill_simulator.executor import ModelExecutor

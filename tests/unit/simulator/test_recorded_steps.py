@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_scheduler.core.records import Blocks, Plan, Result, StepTimes
+from tokenmill_scheduler.core.plans import Blocks, Plan, Result, StepTimes
 from tokenmill_simulator.cost import UNMEASURED, StepLoad
 from tokenmill_simulator.recorded_steps import RecordedSteps, service_cost
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tokenmill_scheduler.core.records import Cancelled, Effect, Event, Submitted, Tick
+from tokenmill_scheduler.core.effects import Effect
+from tokenmill_scheduler.core.events import Cancelled, Event, Submitted, Tick
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_simulator.compare import run
 from tokenmill_simulator.figures import Target

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenmill_scheduler.core import invariants
+from tokenmill_scheduler.core.effects import TokensGenerated
 from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.policy import POLICIES
-from tokenmill_scheduler.core.records import TokensGenerated
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_simulator.compare import Machines, candidate, run
