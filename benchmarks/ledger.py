@@ -28,7 +28,7 @@ from pathlib import Path
 from psycopg import sql
 from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import Request, Sampling, State
-from tokenmill_scheduler.ledger.port import Lease, Outcome, Submission
+from tokenmill_scheduler.ledger.records import Lease, Outcome, Submission
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_service.collector import keep_collector_off_the_hot_path

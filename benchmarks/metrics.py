@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as LibraryHistogram
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.exposition import Exposition
-from tokenmill_scheduler.ledger.port import Submission
+from tokenmill_scheduler.ledger.records import Submission
 from tokenmill_scheduler.ledger.sql import open_ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.loop import Loop

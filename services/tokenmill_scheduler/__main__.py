@@ -11,8 +11,8 @@ from tokenmill_service.event_loop import new_runner
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.logs import configure_logs
 
+from tokenmill_scheduler.ledger.errors import LedgerError
 from tokenmill_scheduler.ledger.lock import database_lock
-from tokenmill_scheduler.ledger.port import LedgerError
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.server import serve
 from tokenmill_scheduler.settings import Settings, settings_from_process

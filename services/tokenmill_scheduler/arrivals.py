@@ -14,7 +14,9 @@ from tokenmill_scheduler.core.gate import Arriving
 from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.desk import Refused, Unavailable
 from tokenmill_scheduler.gate import Gate
-from tokenmill_scheduler.ledger.port import Action, LeaseLost, Ledger, LedgerUnavailable, Outcome, Submission
+from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Action, Outcome, Submission
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.desk import Cancellation
-from tokenmill_scheduler.ledger.port import Command, Verb
+from tokenmill_scheduler.ledger.records import Command, Verb
 
 
 def second_try(failed: Request, request_id: str, now_s: float) -> Request:

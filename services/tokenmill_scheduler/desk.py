@@ -13,7 +13,7 @@ from tokenmill_service.histogram import Histogram
 
 from tokenmill_scheduler.core.plans import Blocks, TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
-from tokenmill_scheduler.ledger.port import (
+from tokenmill_scheduler.ledger.records import (
     ActionPage,
     ActionQuery,
     RequestPage,

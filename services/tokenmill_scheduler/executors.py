@@ -16,7 +16,9 @@ from tokenmill_service.tls import ClientTls
 from tokenmill_scheduler.core.events import ExecutorsAwaited
 from tokenmill_scheduler.core.plans import ExecutorDescription, Result
 from tokenmill_scheduler.drive import Drive
-from tokenmill_scheduler.ledger.port import ExecutorTaken, Lease, Ledger, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import ExecutorTaken, LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Lease
 from tokenmill_scheduler.link import ExecutorLink, Refused
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from tokenmill_scheduler.core.request import TERMINAL
 from tokenmill_scheduler.desk import Ended, Unavailable
-from tokenmill_scheduler.ledger.port import Command, Ledger, LedgerUnavailable, StoredOutput, StoredRequest, Verb
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Command, StoredOutput, StoredRequest, Verb
 from tokenmill_scheduler.streams import Feed, FeedReader
 
 POLL_S = 0.05

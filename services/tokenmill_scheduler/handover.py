@@ -17,7 +17,9 @@ import structlog
 from tokenmill_scheduler.core.events import ExecutorGone, ExecutorsKnown, KnownExecutor
 from tokenmill_scheduler.core.plans import ExecutorDescription
 from tokenmill_scheduler.desk import Unavailable
-from tokenmill_scheduler.ledger.port import Handover, Lease, Ledger, LedgerUnavailable, Outcome
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Handover, Lease, Outcome
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 from tokenmill_scheduler.recovery import take_up

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from tokenmill_scheduler.ledger.port import Estate, Lease, LeaseLost, Ledger, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Estate, Lease
 
 # A lease is renewed when a third of it has passed, so that two renewals may fail.
 RENEWALS = 3

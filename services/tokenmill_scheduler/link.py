@@ -19,7 +19,7 @@ from tokenmill_service.tls import ClientTls, channel_credentials
 
 from tokenmill_scheduler import wire
 from tokenmill_scheduler.core.plans import Plan, Result
-from tokenmill_scheduler.ledger.port import ExecutorTaken, LedgerError
+from tokenmill_scheduler.ledger.errors import ExecutorTaken, LedgerError
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost, describe_error
 
 CALL_TIMEOUT_S = 10.0

@@ -15,7 +15,7 @@ from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.desk import Ended, Unavailable
-from tokenmill_scheduler.ledger.port import Record
+from tokenmill_scheduler.ledger.records import Record
 from tokenmill_scheduler.streams import Feed
 from tokenmill_scheduler.tenants import TenantUsage
 from tokenmill_scheduler.text.model import TextStream

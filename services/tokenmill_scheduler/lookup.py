@@ -10,7 +10,8 @@ from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import TERMINAL
 from tokenmill_scheduler.desk import Unavailable, UnknownRequest
-from tokenmill_scheduler.ledger.port import Ledger, StoredRequest
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import StoredRequest
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 

@@ -32,7 +32,8 @@ from tokenmill_scheduler.core.waiting import WaitReason
 from tokenmill_scheduler.desk import ExecutorStatus, Load, Unavailable
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.idle import IdleClients
-from tokenmill_scheduler.ledger.port import Action, LedgerUnavailable, Outcome, Record, StoredOutput, Submission
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.records import Action, Outcome, Record, StoredOutput, Submission
 from tokenmill_scheduler.live import LiveRequest, LiveRequests
 from tokenmill_scheduler.metrics import Metrics
 from tokenmill_scheduler.pacing import StepShape

@@ -18,7 +18,7 @@ from tokenmill_scheduler.core.plans import Result
 from tokenmill_scheduler.core.request import QUEUED, FinishReason, Lane, Request, State
 from tokenmill_scheduler.desk import LaneLoad
 from tokenmill_scheduler.latency import Latency, TokenGaps
-from tokenmill_scheduler.ledger.port import Record
+from tokenmill_scheduler.ledger.records import Record
 
 # A tuple looks for the very object first; a set would hash it, which members of an enum do slowly.
 _QUEUED = tuple(sorted(QUEUED))

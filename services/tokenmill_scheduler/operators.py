@@ -14,7 +14,9 @@ import structlog
 from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.events import Event
 from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, Unavailable, UnknownExecutor
-from tokenmill_scheduler.ledger.port import POLICY, Action, ActionPage, ActionQuery, ActionVerb, Hold, Ledger, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import POLICY, Action, ActionPage, ActionQuery, ActionVerb, Hold
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger

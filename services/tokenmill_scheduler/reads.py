@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tokenmill_scheduler.desk import Unavailable
-from tokenmill_scheduler.ledger.port import LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 
 T = TypeVar("T")
 RETRY_DELAY_S = 1.0

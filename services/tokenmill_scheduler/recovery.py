@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from tokenmill_scheduler.core.request import Request, State
-from tokenmill_scheduler.ledger.port import StoredOutput, StoredRequest
+from tokenmill_scheduler.ledger.records import StoredOutput, StoredRequest
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.streams import Feed
 

@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from tokenmill_scheduler.desk import Unavailable
-from tokenmill_scheduler.ledger.port import Command, Lease, Ledger, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Command, Lease
 
 # An answer takes a turn of each: those who are asked look every LISTEN_S, those who ask every POLL_S.
 LISTEN_S = 0.1

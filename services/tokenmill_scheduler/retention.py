@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import structlog
 
-from tokenmill_scheduler.ledger.port import Ledger, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
 
 INTERVAL_S = 60.0
 # Requests a transaction, and the pause between two, in which the writer has the database to itself.

@@ -34,7 +34,9 @@ from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.journal.scheduler import JournaledScheduler
 from tokenmill_scheduler.journal.writer import JournalWriter
 from tokenmill_scheduler.lease import LeaseKeeper, take_lease
-from tokenmill_scheduler.ledger.port import Estate, Lease, LeaseLost, Ledger, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Estate, Lease
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.live import may_gather
 from tokenmill_scheduler.loop import Loop

@@ -35,11 +35,11 @@ from tokenmill_scheduler.desk import (
 from tokenmill_scheduler.followers import Followers, ended
 from tokenmill_scheduler.gate import Gate
 from tokenmill_scheduler.handover import PATIENCE_S, Handovers
-from tokenmill_scheduler.ledger.port import (
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import (
     ActionVerb,
     Command,
     Lease,
-    Ledger,
     Outcome,
     RequestPage,
     RequestQuery,

@@ -36,7 +36,7 @@ from tokenmill_scheduler.desk import (
     UnknownModel,
     UnknownRequest,
 )
-from tokenmill_scheduler.ledger.port import RequestPage, RequestQuery, StoredOutput, StoredRequest, StoredTransition
+from tokenmill_scheduler.ledger.records import RequestPage, RequestQuery, StoredOutput, StoredRequest, StoredTransition
 from tokenmill_scheduler.text.model import TextStream
 
 from tests.fakes.memory_ledger import matches

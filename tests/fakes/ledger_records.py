@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.request import FinishReason, Request, Sampling, State
-from tokenmill_scheduler.ledger.port import Ledger, Submission
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Submission
 
 
 def submission(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenmill_scheduler.ledger.port import Action, ActionPage, ActionQuery, ActionVerb, Hold
+from tokenmill_scheduler.ledger.records import Action, ActionPage, ActionQuery, ActionVerb, Hold
 
 
 @dataclass

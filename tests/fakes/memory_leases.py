@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core.events import KnownExecutor
 from tokenmill_scheduler.core.plans import MAX_EPOCH, ExecutorDescription
-from tokenmill_scheduler.ledger.port import Command, EpochsUsedUp, ExecutorTaken, Lease, LeaseLost
+from tokenmill_scheduler.ledger.errors import EpochsUsedUp, ExecutorTaken, LeaseLost
+from tokenmill_scheduler.ledger.records import Command, Lease
 
 
 @dataclass(frozen=True, slots=True)

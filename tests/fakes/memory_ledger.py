@@ -15,7 +15,8 @@ from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.events import KnownExecutor, Updated
 from tokenmill_scheduler.core.plans import ExecutorDescription, TokenLogprobs
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, TRANSITIONS, State
-from tokenmill_scheduler.ledger.port import (
+from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerConflict, LedgerUnavailable
+from tokenmill_scheduler.ledger.records import (
     Action,
     ActionPage,
     ActionQuery,
@@ -24,10 +25,7 @@ from tokenmill_scheduler.ledger.port import (
     Handover,
     Hold,
     Lease,
-    LeaseLost,
     LeaseStatus,
-    LedgerConflict,
-    LedgerUnavailable,
     Outcome,
     Record,
     RequestPage,

@@ -7,7 +7,7 @@ from itertools import count
 from tokenmill_scheduler.core.lanes import DEFAULT_LANE_SHARES
 from tokenmill_scheduler.core.plans import Blocks
 from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, UnknownExecutor
-from tokenmill_scheduler.ledger.port import POLICY, Action, ActionPage, ActionQuery, ActionVerb
+from tokenmill_scheduler.ledger.records import POLICY, Action, ActionPage, ActionQuery, ActionVerb
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 
 from tests.fakes.memory_actions import MemoryActions

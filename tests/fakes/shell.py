@@ -19,7 +19,9 @@ from tokenmill_scheduler.desk import Attachment, Ended, Submitted
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.idle import IdleClients
-from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable, Outcome, Record, Submission
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Lease, Outcome, Record, Submission
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.pacing import ONE_STEP, Pacer, Repeats

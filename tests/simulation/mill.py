@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from tokenmill_scheduler.ledger.port import LeaseLost, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
 
 from tests.fakes.memory_ledger import MemoryLedger
 from tests.simulation.clients import Clients

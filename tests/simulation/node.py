@@ -16,7 +16,8 @@ from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 from tokenmill_scheduler.desk import Unavailable
 from tokenmill_scheduler.executors import Executors
 from tokenmill_scheduler.lease import LeaseKeeper, take_lease
-from tokenmill_scheduler.ledger.port import Estate, Lease, LedgerUnavailable, Outcome, Record, Submission
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.records import Estate, Lease, Outcome, Record, Submission
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.recovery import take_up

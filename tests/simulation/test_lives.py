@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from tokenmill_scheduler.core.live import INTERNAL
 from tokenmill_scheduler.core.request import TERMINAL, State
-from tokenmill_scheduler.ledger.port import StoredRequest
+from tokenmill_scheduler.ledger.records import StoredRequest
 
 from tests.fakes.shell import output_of
 from tests.simulation.mill import Mill

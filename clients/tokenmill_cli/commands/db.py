@@ -83,7 +83,7 @@ def _run(action: Callable[[ModuleType], Any]) -> Any:
         from alembic.util import CommandError as AlembicError
         from tokenmill_scheduler.ledger import migrate
         from tokenmill_scheduler.ledger.engine import UnsupportedDatabase
-        from tokenmill_scheduler.ledger.port import LedgerError
+        from tokenmill_scheduler.ledger.errors import LedgerError
     except ImportError as error:
         raise CommandError(
             f"The database needs the scheduler's packages ({error.name} is missing): pip install 'tokenmill[scheduler]'."

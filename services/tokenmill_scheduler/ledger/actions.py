@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, delete, insert, select
 
 from tokenmill_scheduler.ledger.codec import clean
-from tokenmill_scheduler.ledger.port import Action, ActionPage, ActionQuery, ActionVerb, Hold
+from tokenmill_scheduler.ledger.records import Action, ActionPage, ActionQuery, ActionVerb, Hold
 from tokenmill_scheduler.ledger.tables import actions, holds
 
 _BEGINS_HOLD = frozenset({ActionVerb.PAUSE_QUEUE, ActionVerb.DRAIN_EXECUTOR, ActionVerb.SET_POLICY})

@@ -13,7 +13,8 @@ from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.request import RUNNING, TERMINAL, TRANSITIONS, State
 from tokenmill_scheduler.ledger.codec import pack_logprobs, pack_tokens
-from tokenmill_scheduler.ledger.port import Action, Handover, LedgerConflict, Record, Submission
+from tokenmill_scheduler.ledger.errors import LedgerConflict
+from tokenmill_scheduler.ledger.records import Action, Handover, Record, Submission
 
 
 @dataclass(slots=True)

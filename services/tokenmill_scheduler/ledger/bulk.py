@@ -17,7 +17,7 @@ from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.types import TypeEngine
 
 from tokenmill_scheduler.ledger.arrays import array_encoder
-from tokenmill_scheduler.ledger.port import LedgerConflict
+from tokenmill_scheduler.ledger.errors import LedgerConflict
 
 Types = Mapping[str, TypeEngine[Any]]
 Columns = Mapping[str, ColumnElement[Any]]

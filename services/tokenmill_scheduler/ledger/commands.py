@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from tokenmill_scheduler.ledger.codec import clean
-from tokenmill_scheduler.ledger.port import Command, Handover, Lease, Outcome, Verb
+from tokenmill_scheduler.ledger.records import Command, Handover, Lease, Outcome, Verb
 from tokenmill_scheduler.ledger.tables import commands, executors, leases, requests
 
 # Parameters of one IN list: SQLite takes 32,766.

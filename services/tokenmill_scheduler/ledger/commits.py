@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, bindparam, select, update
 
-from tokenmill_scheduler.ledger.port import Lease, LeaseLost
+from tokenmill_scheduler.ledger.errors import LeaseLost
+from tokenmill_scheduler.ledger.records import Lease
 from tokenmill_scheduler.ledger.tables import commits
 
 _OF_LEASE = commits.c.lease == bindparam("of_lease")

@@ -17,7 +17,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerConflict, LedgerUnavailable
 
 BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5

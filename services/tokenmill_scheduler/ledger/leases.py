@@ -17,16 +17,8 @@ from tokenmill_scheduler.core.events import KnownExecutor
 from tokenmill_scheduler.core.plans import MAX_EPOCH, ExecutorDescription
 from tokenmill_scheduler.ledger import queries
 from tokenmill_scheduler.ledger.codec import pack_description, unpack_description
-from tokenmill_scheduler.ledger.port import (
-    EpochsUsedUp,
-    Estate,
-    ExecutorTaken,
-    Lease,
-    LeaseLost,
-    LeaseStatus,
-    StoredOutput,
-    StoredRequest,
-)
+from tokenmill_scheduler.ledger.errors import EpochsUsedUp, ExecutorTaken, LeaseLost
+from tokenmill_scheduler.ledger.records import Estate, Lease, LeaseStatus, StoredOutput, StoredRequest
 from tokenmill_scheduler.ledger.tables import commands, commits, executors, leases, requests
 
 _NOW_S: dict[str, ColumnElement[float]] = {

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tokenmill_scheduler.ledger.engine import parse_url
-from tokenmill_scheduler.ledger.port import LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from tokenmill_scheduler.ledger import leases
 from tokenmill_scheduler.ledger.engine import connect, driver_errors, parse_url
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable, SchemaMismatch
 from tokenmill_scheduler.ledger.lock import database_lock
-from tokenmill_scheduler.ledger.port import LedgerUnavailable, SchemaMismatch
 
 if TYPE_CHECKING:
     from alembic.config import Config

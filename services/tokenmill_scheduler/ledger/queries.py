@@ -13,14 +13,8 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func
 from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, Request, State
 from tokenmill_scheduler.ledger.codec import unpack_logprobs, unpack_parameters, unpack_tokens
-from tokenmill_scheduler.ledger.port import (
-    LedgerCorrupt,
-    RequestPage,
-    RequestQuery,
-    StoredOutput,
-    StoredRequest,
-    StoredTransition,
-)
+from tokenmill_scheduler.ledger.errors import LedgerCorrupt
+from tokenmill_scheduler.ledger.records import RequestPage, RequestQuery, StoredOutput, StoredRequest, StoredTransition
 from tokenmill_scheduler.ledger.tables import leases, requests, tails, tokens, transitions
 
 T = TypeVar("T")

@@ -17,8 +17,9 @@ from tokenmill_scheduler.ledger import commands as command_rows
 from tokenmill_scheduler.ledger import commits, queries, store
 from tokenmill_scheduler.ledger import leases as lease_rows
 from tokenmill_scheduler.ledger.engine import STALL_TIMEOUT_S, Engines, connect, driver_errors
+from tokenmill_scheduler.ledger.errors import LedgerConflict
 from tokenmill_scheduler.ledger.migrate import prepare
-from tokenmill_scheduler.ledger.port import (
+from tokenmill_scheduler.ledger.records import (
     ActionPage,
     ActionQuery,
     Command,
@@ -26,7 +27,6 @@ from tokenmill_scheduler.ledger.port import (
     Hold,
     Lease,
     LeaseStatus,
-    LedgerConflict,
     Outcome,
     Record,
     RequestPage,

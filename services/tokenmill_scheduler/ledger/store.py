@@ -17,7 +17,7 @@ from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.ledger import actions, commands
 from tokenmill_scheduler.ledger.batch import Batch, Change, Chunk, fold
 from tokenmill_scheduler.ledger.codec import clean, pack_parameters, pack_tokens
-from tokenmill_scheduler.ledger.port import Handover, Outcome, Record, Submission
+from tokenmill_scheduler.ledger.records import Handover, Outcome, Record, Submission
 from tokenmill_scheduler.ledger.statements import Statements
 from tokenmill_scheduler.ledger.tables import requests
 

@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenmill_scheduler.ledger.port import Lease, Ledger, LedgerUnavailable, Outcome, Record, Submission
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Lease, Outcome, Record, Submission
 
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0

@@ -28,7 +28,7 @@ from tokenmill_scheduler.intake.fields import (
     read_request_id,
 )
 from tokenmill_scheduler.intake.request import draw_request_id
-from tokenmill_scheduler.ledger.port import ActionQuery, RequestPage, RequestQuery
+from tokenmill_scheduler.ledger.records import ActionQuery, RequestPage, RequestQuery
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.auth import current_identity

@@ -12,7 +12,7 @@ from tokenmill_service.histogram import Histogram
 from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
 from tokenmill_scheduler.desk import ExecutorStatus, LaneLoad, Load, RequestStatus, ServedModel
-from tokenmill_scheduler.ledger.port import Action, StoredTransition
+from tokenmill_scheduler.ledger.records import Action, StoredTransition
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 
 STATES: dict[State, types_pb2.RequestState.ValueType] = {

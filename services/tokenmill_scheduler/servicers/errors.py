@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from tokenmill_scheduler import desk
 from tokenmill_scheduler.intake import InvalidArgument
-from tokenmill_scheduler.ledger.port import LeaseLost, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
 from tokenmill_scheduler.servicers import auth
 
 DOMAIN = "tokenmill"

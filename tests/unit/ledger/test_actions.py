@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 from tokenmill_scheduler.core.request import Lane, State
-from tokenmill_scheduler.ledger.port import (
+from tokenmill_scheduler.ledger.errors import LedgerConflict
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import (
     POLICY,
     Action,
     ActionPage,
     ActionQuery,
     ActionVerb,
     Hold,
-    Ledger,
-    LedgerConflict,
     Outcome,
     RequestQuery,
     Submission,

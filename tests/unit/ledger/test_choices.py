@@ -8,7 +8,8 @@ from tokenmill_scheduler.core.choices import further_choices
 from tokenmill_scheduler.core.effects import Transitioned
 from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.request import FinishReason, State
-from tokenmill_scheduler.ledger.port import Ledger, Outcome, RequestQuery, Submission
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Outcome, RequestQuery, Submission
 
 from tests.fakes.ledger_records import submission
 

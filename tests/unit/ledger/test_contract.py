@@ -9,16 +9,9 @@ from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import TRANSITIONS, FinishReason, Lane, Request, Sampling, State
-from tokenmill_scheduler.ledger.port import (
-    Ledger,
-    LedgerConflict,
-    Outcome,
-    Record,
-    RequestQuery,
-    StoredOutput,
-    StoredTransition,
-    Submission,
-)
+from tokenmill_scheduler.ledger.errors import LedgerConflict
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Outcome, Record, RequestQuery, StoredOutput, StoredTransition, Submission
 
 from tests.fakes.ledger_records import decode, done, prefill, run_to_decode, run_to_end, submission, tokens
 

@@ -10,7 +10,9 @@ from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import TRANSITIONS, FinishReason, State
-from tokenmill_scheduler.ledger.port import Ledger, LedgerConflict, Record, RequestQuery
+from tokenmill_scheduler.ledger.errors import LedgerConflict
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Record, RequestQuery
 from tokenmill_scheduler.ledger.sql import SqlLedger
 
 from tests.fakes.ledger_records import submission, tokens

@@ -12,20 +12,9 @@ from tokenmill_scheduler.core.plans import MAX_EPOCH, BlockGroup, ExecutorDescri
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import commits, leases, store
 from tokenmill_scheduler.ledger.engine import driver_errors
-from tokenmill_scheduler.ledger.port import (
-    Command,
-    EpochsUsedUp,
-    Estate,
-    ExecutorTaken,
-    Handover,
-    Lease,
-    LeaseLost,
-    Ledger,
-    LedgerConflict,
-    LedgerUnavailable,
-    Outcome,
-    Verb,
-)
+from tokenmill_scheduler.ledger.errors import EpochsUsedUp, ExecutorTaken, LeaseLost, LedgerConflict, LedgerUnavailable
+from tokenmill_scheduler.ledger.port import Ledger
+from tokenmill_scheduler.ledger.records import Command, Estate, Handover, Lease, Outcome, Verb
 from tokenmill_scheduler.ledger.sql import open_ledger
 
 from tests.fakes.ledger_records import decode, prefill, run_to_decode, run_to_end, submission, tokens

@@ -15,16 +15,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 from tokenmill_scheduler.ledger import leases, migrate
 from tokenmill_scheduler.ledger.engine import UnsupportedDatabase, connect
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable, SchemaMismatch
 from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.migrate import SchemaState
-from tokenmill_scheduler.ledger.port import (
-    Action,
-    ActionVerb,
-    LedgerUnavailable,
-    RequestQuery,
-    SchemaMismatch,
-    Submission,
-)
+from tokenmill_scheduler.ledger.records import Action, ActionVerb, RequestQuery, Submission
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.tables import metadata
 

@@ -16,7 +16,8 @@ from sqlalchemy.exc import OperationalError
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import commits
 from tokenmill_scheduler.ledger.engine import CHECKPOINT_PAGES, connect
-from tokenmill_scheduler.ledger.port import LeaseLost, LedgerConflict, LedgerCorrupt, LedgerUnavailable, Outcome, Record
+from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerConflict, LedgerCorrupt, LedgerUnavailable
+from tokenmill_scheduler.ledger.records import Outcome, Record
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.store import TAIL_TOKENS, first_move
 

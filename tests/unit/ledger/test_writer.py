@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from tokenmill_scheduler.core.effects import TokensGenerated
 from tokenmill_scheduler.ledger import writer as writer_module
-from tokenmill_scheduler.ledger.port import Lease, LedgerConflict, LedgerUnavailable, Outcome, Record
+from tokenmill_scheduler.ledger.errors import LedgerConflict, LedgerUnavailable
+from tokenmill_scheduler.ledger.records import Lease, Outcome, Record
 from tokenmill_scheduler.ledger.sql import SqlLedger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 

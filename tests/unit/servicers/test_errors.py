@@ -16,7 +16,7 @@ from tokenmill.admin.v1 import admin_pb2 as admin
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill_scheduler import desk
 from tokenmill_scheduler.core.request import Request
-from tokenmill_scheduler.ledger.port import LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor, status_of
 
 from tests.unit.servicers.calls import detail, details, events, refusal, spec, violations

@@ -11,7 +11,7 @@ from tokenmill_scheduler.core.events import Expired
 from tokenmill_scheduler.core.request import FinishReason, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import Cancellation, Ended, IndexAhead, QueueFull, RequestEnded
-from tokenmill_scheduler.ledger.port import RequestQuery
+from tokenmill_scheduler.ledger.records import RequestQuery
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.memory_ledger import MemoryLedger

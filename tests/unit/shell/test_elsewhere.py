@@ -10,7 +10,7 @@ import pytest
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.desk import Cancellation, Chunk, ChunkStream, Ended, IndexAhead, RequestEnded, Unavailable
 from tokenmill_scheduler.handover import PATIENCE_S
-from tokenmill_scheduler.ledger.port import ActionQuery, ActionVerb, Lease
+from tokenmill_scheduler.ledger.records import ActionQuery, ActionVerb, Lease
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.calls import eventually

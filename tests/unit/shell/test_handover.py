@@ -17,7 +17,7 @@ from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.waiting import WaitCode
 from tokenmill_scheduler.desk import Cancellation, Chunk, Ended, Unavailable
 from tokenmill_scheduler.handover import PATIENCE_S
-from tokenmill_scheduler.ledger.port import Handover, Lease, Submission
+from tokenmill_scheduler.ledger.records import Handover, Lease, Submission
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.calls import eventually

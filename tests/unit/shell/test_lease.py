@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tokenmill_scheduler.lease import LeaseKeeper, take_lease
-from tokenmill_scheduler.ledger.port import Estate, Lease, LeaseLost
+from tokenmill_scheduler.ledger.errors import LeaseLost
+from tokenmill_scheduler.ledger.records import Estate, Lease
 
 from tests.fakes.ledger_records import submission
 from tests.fakes.memory_ledger import MemoryLedger

@@ -9,7 +9,8 @@ import pytest
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk import PolicyStatus, RequestNotFailed, Unavailable, UnknownExecutor, UnknownRequest
-from tokenmill_scheduler.ledger.port import POLICY, Action, ActionQuery, ActionVerb, LedgerUnavailable
+from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.ledger.records import POLICY, Action, ActionQuery, ActionVerb
 from tokenmill_scheduler.operators import Operators
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 from tokenmill_scheduler.recovery import take_up

@@ -22,7 +22,8 @@ from tokenmill_scheduler.desk import (
     Unavailable,
     UnknownRequest,
 )
-from tokenmill_scheduler.ledger.port import LedgerConflict, LedgerUnavailable, RequestQuery
+from tokenmill_scheduler.ledger.errors import LedgerConflict, LedgerUnavailable
+from tokenmill_scheduler.ledger.records import RequestQuery
 from tokenmill_scheduler.pacing import Pacer, Repeats
 from tokenmill_scheduler.recovery import take_up
 

@@ -13,7 +13,7 @@ import pytest
 from tokenmill.executor.v1 import executor_pb2 as pb
 from tokenmill.executor.v1 import executor_pb2_grpc
 from tokenmill_scheduler.core.plans import Blocks, Plan, Result
-from tokenmill_scheduler.ledger.port import ExecutorTaken
+from tokenmill_scheduler.ledger.errors import ExecutorTaken
 from tokenmill_scheduler.link import FIRST_BACKOFF_S, MAX_BACKOFF_S, Backoff, ExecutorLink, Refused
 from tokenmill_scheduler.session import Fenced, Session, SessionLimits, SessionLost
 from tokenmill_scheduler.wire import ExecutorFacts, Standing, facts
