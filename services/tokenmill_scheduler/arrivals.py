@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenmill_scheduler.core.backlog import most_tokens
 from tokenmill_scheduler.core.gate import Arriving
 from tokenmill_scheduler.core.request import Request
-from tokenmill_scheduler.desk import Refused, Unavailable
+from tokenmill_scheduler.desk.errors import Refused, Unavailable
 from tokenmill_scheduler.gate import Gate
 from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
-from tokenmill_scheduler.desk import Cancellation
+from tokenmill_scheduler.desk.records import Cancellation
 from tokenmill_scheduler.ledger.records import Command, Verb
 
 

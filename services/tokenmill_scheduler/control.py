@@ -11,7 +11,7 @@ from dataclasses import replace
 from tokenmill_scheduler.changes import changes_in_words, has_changed
 from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.request import TERMINAL, State
-from tokenmill_scheduler.desk import Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.ledger.errors import LedgerConflict
 from tokenmill_scheduler.ledger.records import Action, ActionVerb, Command, StoredRequest, Verb
 from tokenmill_scheduler.live import LiveRequest

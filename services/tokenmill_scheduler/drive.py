@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tokenmill_scheduler.core.plans import Blocks, Plan, Result
-from tokenmill_scheduler.desk import ExecutorStatus
+from tokenmill_scheduler.desk.records import ExecutorStatus
 from tokenmill_scheduler.pacing import Pacer
 from tokenmill_scheduler.wire import ExecutorFacts
 

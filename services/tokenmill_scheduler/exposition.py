@@ -17,7 +17,7 @@ from tokenmill_service.metrics import histogram_family
 from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.core.waiting import WaitCode
-from tokenmill_scheduler.desk import ExecutorStatus
+from tokenmill_scheduler.desk.records import ExecutorStatus
 from tokenmill_scheduler.latency import Latency
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.loop import Loop

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill_scheduler.core.request import TERMINAL
-from tokenmill_scheduler.desk import Ended, Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
+from tokenmill_scheduler.desk.records import Ended
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import Command, StoredOutput, StoredRequest, Verb

@@ -11,7 +11,7 @@ from tokenmill_scheduler.core.backlog import QueueLimits, most_tokens
 from tokenmill_scheduler.core.comeback import delay_s
 from tokenmill_scheduler.core.gate import OVERLOAD, Arriving, QueueGate
 from tokenmill_scheduler.core.request import Request
-from tokenmill_scheduler.desk import Overloaded, QueueFull, TenantLimit
+from tokenmill_scheduler.desk.errors import Overloaded, QueueFull, TenantLimit
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.tenants import TenantLimits, Usage
 

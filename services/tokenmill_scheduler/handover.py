@@ -16,7 +16,7 @@ import structlog
 
 from tokenmill_scheduler.core.events import ExecutorGone, ExecutorsKnown, KnownExecutor
 from tokenmill_scheduler.core.plans import ExecutorDescription
-from tokenmill_scheduler.desk import Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import Handover, Lease, Outcome

@@ -14,7 +14,8 @@ from tokenmill_scheduler.core.choices import MAX_CHOICES, choice_id
 from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.events import Updated
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
-from tokenmill_scheduler.desk import Ended, Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
+from tokenmill_scheduler.desk.records import Ended
 from tokenmill_scheduler.ledger.records import Record
 from tokenmill_scheduler.streams import Feed
 from tokenmill_scheduler.tenants import TenantUsage

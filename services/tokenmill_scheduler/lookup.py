@@ -9,7 +9,7 @@ from typing import TypeVar
 from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import TERMINAL
-from tokenmill_scheduler.desk import Unavailable, UnknownRequest
+from tokenmill_scheduler.desk.errors import Unavailable, UnknownRequest
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import StoredRequest
 from tokenmill_scheduler.live import LiveRequest, LiveRequests

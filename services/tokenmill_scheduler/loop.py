@@ -29,7 +29,8 @@ from tokenmill_scheduler.core.plans import ExecutorDescription, Result
 from tokenmill_scheduler.core.request import TERMINAL, Request, State
 from tokenmill_scheduler.core.scheduler import Scheduler
 from tokenmill_scheduler.core.waiting import WaitReason
-from tokenmill_scheduler.desk import ExecutorStatus, Load, Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
+from tokenmill_scheduler.desk.records import ExecutorStatus, Load
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable

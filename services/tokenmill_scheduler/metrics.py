@@ -16,7 +16,7 @@ from tokenmill_service.histogram import SECONDS, SHARES, SHORT_SECONDS, TOKENS, 
 from tokenmill_scheduler.core.effects import TokensGenerated, Transitioned
 from tokenmill_scheduler.core.plans import Result
 from tokenmill_scheduler.core.request import QUEUED, FinishReason, Lane, Request, State
-from tokenmill_scheduler.desk import LaneLoad
+from tokenmill_scheduler.desk.records import LaneLoad
 from tokenmill_scheduler.latency import Latency, TokenGaps
 from tokenmill_scheduler.ledger.records import Record
 

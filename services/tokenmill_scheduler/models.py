@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from tokenmill_scheduler.desk import ServedModel, Unavailable, UnknownModel
+from tokenmill_scheduler.desk.errors import Unavailable, UnknownModel
+from tokenmill_scheduler.desk.records import ServedModel
 from tokenmill_scheduler.text.model import TextModel
 from tokenmill_scheduler.wire import ExecutorFacts
 

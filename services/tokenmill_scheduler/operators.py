@@ -13,7 +13,8 @@ import structlog
 
 from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.events import Event
-from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, Unavailable, UnknownExecutor
+from tokenmill_scheduler.desk.errors import Unavailable, UnknownExecutor
+from tokenmill_scheduler.desk.records import ExecutorStatus, PolicyStatus
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import POLICY, Action, ActionPage, ActionQuery, ActionVerb, Hold

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from tokenmill_scheduler.desk import Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from tokenmill_service.tls import channel_credentials, server_credentials
 from tokenmill_scheduler.access import Access
 from tokenmill_scheduler.core.events import QuotasChanged, WeightsChanged
 from tokenmill_scheduler.core.scheduler import Scheduler
-from tokenmill_scheduler.desk import Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.executors import Executors
 from tokenmill_scheduler.exposition import Exposition
 from tokenmill_scheduler.grpc_server import SERVICES, add_services, new_server

@@ -18,20 +18,9 @@ from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.core.waiting import WaitCode
-from tokenmill_scheduler.desk import (
-    Attachment,
-    Cancellation,
-    ExecutorStatus,
-    Load,
-    RequestEnded,
-    RequestExists,
-    RequestNotFailed,
-    RequestStatus,
-    ServedModel,
-    Submitted,
-    Unavailable,
-    UnknownRequest,
-)
+from tokenmill_scheduler.desk.errors import RequestEnded, RequestExists, RequestNotFailed, Unavailable, UnknownRequest
+from tokenmill_scheduler.desk.port import Attachment
+from tokenmill_scheduler.desk.records import Cancellation, ExecutorStatus, Load, RequestStatus, ServedModel, Submitted
 from tokenmill_scheduler.followers import Followers, ended
 from tokenmill_scheduler.gate import Gate
 from tokenmill_scheduler.handover import PATIENCE_S, Handovers

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from tokenmill_scheduler.core.plans import TokenLogprobs
-from tokenmill_scheduler.desk import Chunk, Ended, IndexAhead, Unavailable
+from tokenmill_scheduler.desk.errors import IndexAhead, Unavailable
+from tokenmill_scheduler.desk.records import Chunk, Ended
 
 
 class Feed:

@@ -17,25 +17,18 @@ from typing import Self
 from tokenmill_scheduler.core.choices import choice_ids, further_choices
 from tokenmill_scheduler.core.plans import Blocks, TokenLogprobs
 from tokenmill_scheduler.core.request import QUEUED, FinishReason, Request, State
-from tokenmill_scheduler.desk import (
-    Attachment,
-    Cancellation,
-    Chunk,
-    Ended,
-    ExecutorStatus,
+from tokenmill_scheduler.desk.errors import (
     IndexAhead,
-    Load,
     QueueFull,
     RequestEnded,
     RequestExists,
     RequestNotFailed,
-    RequestStatus,
-    ServedModel,
-    Submitted,
     Unavailable,
     UnknownModel,
     UnknownRequest,
 )
+from tokenmill_scheduler.desk.port import Attachment
+from tokenmill_scheduler.desk.records import Cancellation, Chunk, Ended, ExecutorStatus, Load, RequestStatus, ServedModel, Submitted
 from tokenmill_scheduler.ledger.records import RequestPage, RequestQuery, StoredOutput, StoredRequest, StoredTransition
 from tokenmill_scheduler.text.model import TextStream
 

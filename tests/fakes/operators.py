@@ -6,7 +6,8 @@ from itertools import count
 
 from tokenmill_scheduler.core.lanes import DEFAULT_LANE_SHARES
 from tokenmill_scheduler.core.plans import Blocks
-from tokenmill_scheduler.desk import ExecutorStatus, PolicyStatus, UnknownExecutor
+from tokenmill_scheduler.desk.errors import UnknownExecutor
+from tokenmill_scheduler.desk.records import ExecutorStatus, PolicyStatus
 from tokenmill_scheduler.ledger.records import POLICY, Action, ActionPage, ActionQuery, ActionVerb
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 

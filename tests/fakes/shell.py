@@ -15,7 +15,8 @@ from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription, Plan, Result, SequenceFinish, StepTimes
 from tokenmill_scheduler.core.request import Request, Sampling, State
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
-from tokenmill_scheduler.desk import Attachment, Ended, Submitted
+from tokenmill_scheduler.desk.port import Attachment
+from tokenmill_scheduler.desk.records import Ended, Submitted
 from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.idle import IdleClients

@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenmill_scheduler.core.choices import choice_ids, further_choices
 from tokenmill_scheduler.core.request import TERMINAL, Request
-from tokenmill_scheduler.desk import Ended, IndexAhead, Refused, RequestEnded, Unavailable
+from tokenmill_scheduler.desk.errors import IndexAhead, Refused, RequestEnded, Unavailable
+from tokenmill_scheduler.desk.records import Ended
 from tokenmill_scheduler.service import Service
 
 from tests.fakes.shell import output_of, request

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
-from tokenmill_scheduler.desk import Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.executors import Executors
 from tokenmill_scheduler.lease import LeaseKeeper, take_lease
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tokenmill.inference.v1.inference_pb2 import ChatMessages, Prompt
 
-from tokenmill_scheduler.desk import ServedModel
+from tokenmill_scheduler.desk.records import ServedModel
 from tokenmill_scheduler.intake.violations import Violations
 
 # Tokenising this many characters takes about a millisecond; longer texts go to a thread, so that no stream waits for them.

@@ -15,7 +15,8 @@ from google.protobuf.duration_pb2 import Duration
 from tokenmill.inference.v1.inference_pb2 import Prompt, RequestSpec
 
 from tokenmill_scheduler.core.request import Lane, Request
-from tokenmill_scheduler.desk import Desk, ServedModel
+from tokenmill_scheduler.desk.port import Desk
+from tokenmill_scheduler.desk.records import ServedModel
 from tokenmill_scheduler.intake.fields import (
     LANE_WORDS,
     REQUEST_ID_WORDS,

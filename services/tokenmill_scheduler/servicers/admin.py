@@ -16,7 +16,8 @@ from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.request import TERMINAL, Lane, State
-from tokenmill_scheduler.desk import Desk, OperatorDesk, UnknownRequest
+from tokenmill_scheduler.desk.errors import UnknownRequest
+from tokenmill_scheduler.desk.port import Desk, OperatorDesk
 from tokenmill_scheduler.intake import InvalidArgument, Violations
 from tokenmill_scheduler.intake.fields import (
     LANE_WORDS,

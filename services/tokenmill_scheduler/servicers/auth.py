@@ -15,7 +15,8 @@ import grpc
 from tokenmill.inference.v1.inference_pb2 import RequestSpec
 
 from tokenmill_scheduler.access import ANONYMOUS, Access, Identity, Role
-from tokenmill_scheduler.desk import DeskError, RequestStatus, UnknownRequest
+from tokenmill_scheduler.desk.errors import DeskError, UnknownRequest
+from tokenmill_scheduler.desk.records import RequestStatus
 
 _ROLES: dict[str, frozenset[Role]] = {
     "tokenmill.inference.v1.InferenceService": frozenset({Role.CLIENT, Role.OPERATOR}),

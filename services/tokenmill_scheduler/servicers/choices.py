@@ -13,7 +13,9 @@ from typing import Protocol, TypeVar
 from tokenmill.inference.v1.types_pb2 import StreamEvent
 
 from tokenmill_scheduler.core.request import Request
-from tokenmill_scheduler.desk import Attachment, Chunk, ChunkStream, Ended, Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
+from tokenmill_scheduler.desk.port import Attachment, ChunkStream
+from tokenmill_scheduler.desk.records import Chunk, Ended
 from tokenmill_scheduler.ranking import Candidate, best
 from tokenmill_scheduler.servicers.events import EventWriter, accepted, split
 from tokenmill_scheduler.streams import check_index

@@ -11,7 +11,7 @@ from tokenmill_service.histogram import Histogram
 
 from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, Lane, State
-from tokenmill_scheduler.desk import ExecutorStatus, LaneLoad, Load, RequestStatus, ServedModel
+from tokenmill_scheduler.desk.records import ExecutorStatus, LaneLoad, Load, RequestStatus, ServedModel
 from tokenmill_scheduler.ledger.records import Action, StoredTransition
 from tokenmill_scheduler.ordering_choice import OrderingChoice
 

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from tokenmill_scheduler import desk
+from tokenmill_scheduler.desk import errors
 from tokenmill_scheduler.intake import InvalidArgument
 from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
 from tokenmill_scheduler.servicers import auth
@@ -31,17 +31,17 @@ _MAX_MESSAGE_CHARS = 500
 
 _REASONS: dict[type[Exception], tuple[int, str]] = {
     InvalidArgument: (code_pb2.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
-    desk.UnknownRequest: (code_pb2.NOT_FOUND, "UNKNOWN_REQUEST"),
-    desk.RequestExists: (code_pb2.ALREADY_EXISTS, "REQUEST_EXISTS"),
-    desk.UnknownModel: (code_pb2.NOT_FOUND, "UNKNOWN_MODEL"),
-    desk.QueueFull: (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
-    desk.TenantLimit: (code_pb2.RESOURCE_EXHAUSTED, "TENANT_LIMIT"),
-    desk.Overloaded: (code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED"),
-    desk.Unavailable: (code_pb2.UNAVAILABLE, "UNAVAILABLE"),
-    desk.IndexAhead: (code_pb2.OUT_OF_RANGE, "INDEX_AHEAD"),
-    desk.RequestEnded: (code_pb2.FAILED_PRECONDITION, "REQUEST_ENDED"),
-    desk.RequestNotFailed: (code_pb2.FAILED_PRECONDITION, "REQUEST_NOT_FAILED"),
-    desk.UnknownExecutor: (code_pb2.NOT_FOUND, "UNKNOWN_EXECUTOR"),
+    errors.UnknownRequest: (code_pb2.NOT_FOUND, "UNKNOWN_REQUEST"),
+    errors.RequestExists: (code_pb2.ALREADY_EXISTS, "REQUEST_EXISTS"),
+    errors.UnknownModel: (code_pb2.NOT_FOUND, "UNKNOWN_MODEL"),
+    errors.QueueFull: (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    errors.TenantLimit: (code_pb2.RESOURCE_EXHAUSTED, "TENANT_LIMIT"),
+    errors.Overloaded: (code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED"),
+    errors.Unavailable: (code_pb2.UNAVAILABLE, "UNAVAILABLE"),
+    errors.IndexAhead: (code_pb2.OUT_OF_RANGE, "INDEX_AHEAD"),
+    errors.RequestEnded: (code_pb2.FAILED_PRECONDITION, "REQUEST_ENDED"),
+    errors.RequestNotFailed: (code_pb2.FAILED_PRECONDITION, "REQUEST_NOT_FAILED"),
+    errors.UnknownExecutor: (code_pb2.NOT_FOUND, "UNKNOWN_EXECUTOR"),
     auth.Unauthenticated: (code_pb2.UNAUTHENTICATED, "UNAUTHENTICATED"),
     auth.PermissionDenied: (code_pb2.PERMISSION_DENIED, "PERMISSION_DENIED"),
 }
@@ -120,11 +120,11 @@ def status_of(error: Exception) -> status_pb2.Status | None:
     if not reason:
         return None
     status = status_pb2.Status(code=code, message=str(error)[:_MAX_MESSAGE_CHARS])
-    metadata = {"limit": error.limit} if isinstance(error, desk.Refused) else {}
+    metadata = {"limit": error.limit} if isinstance(error, errors.Refused) else {}
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
     if isinstance(error, InvalidArgument):
         status.details.add().Pack(_bad_request(error))
-    if isinstance(error, desk.Refused | desk.Unavailable) and error.retry_delay_s is not None:
+    if isinstance(error, errors.Refused | errors.Unavailable) and error.retry_delay_s is not None:
         status.details.add().Pack(_retry_info(error.retry_delay_s))
     return status
 
@@ -132,9 +132,9 @@ def status_of(error: Exception) -> status_pb2.Status | None:
 def _as_told(error: Exception) -> Exception:
     """What the ledger says, as the desk would say it."""
     if isinstance(error, LedgerUnavailable):
-        return desk.Unavailable("the database cannot be reached", _LEDGER_RETRY_S)
+        return errors.Unavailable("the database cannot be reached", _LEDGER_RETRY_S)
     if isinstance(error, LeaseLost):
-        return desk.Unavailable("another scheduler has taken over from this one", _LEDGER_RETRY_S)
+        return errors.Unavailable("another scheduler has taken over from this one", _LEDGER_RETRY_S)
     return error
 
 

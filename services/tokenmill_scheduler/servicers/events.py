@@ -16,7 +16,7 @@ from tokenmill.inference.v1.inference_pb2 import OutputOptions
 from tokenmill.inference.v1.types_pb2 import StreamEvent
 
 from tokenmill_scheduler.core.request import Request
-from tokenmill_scheduler.desk import Chunk, Ended
+from tokenmill_scheduler.desk.records import Chunk, Ended
 from tokenmill_scheduler.servicers.convert import FINISH_REASONS, STATES, add_logprobs
 from tokenmill_scheduler.text.stream import TextStream
 

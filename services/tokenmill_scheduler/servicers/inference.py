@@ -18,7 +18,9 @@ from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import TERMINAL, Request
-from tokenmill_scheduler.desk import Attachment, Desk, RequestStatus, ServedModel, Unavailable, UnknownModel
+from tokenmill_scheduler.desk.errors import Unavailable, UnknownModel
+from tokenmill_scheduler.desk.port import Attachment, Desk
+from tokenmill_scheduler.desk.records import RequestStatus, ServedModel
 from tokenmill_scheduler.intake import Intake, Taken
 from tokenmill_scheduler.intake.fields import read_next_indexes, read_reason, read_request_id
 from tokenmill_scheduler.servicers import convert

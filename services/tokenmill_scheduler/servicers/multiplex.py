@@ -17,7 +17,7 @@ from functools import partial
 from google.rpc.status_pb2 import Status
 from tokenmill.inference.v1 import inference_pb2 as pb
 
-from tokenmill_scheduler.desk import QueueFull, Unavailable
+from tokenmill_scheduler.desk.errors import QueueFull, Unavailable
 from tokenmill_scheduler.intake import InvalidArgument
 
 MAX_CALLS = 4_096

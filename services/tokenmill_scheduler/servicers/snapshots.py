@@ -9,7 +9,8 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 
 from tokenmill_scheduler.core.choices import choice_ids
 from tokenmill_scheduler.core.request import TERMINAL
-from tokenmill_scheduler.desk import Desk, RequestStatus
+from tokenmill_scheduler.desk.port import Desk
+from tokenmill_scheduler.desk.records import RequestStatus
 from tokenmill_scheduler.ranking import Candidate, best
 from tokenmill_scheduler.servicers import convert
 

@@ -18,7 +18,7 @@ from tokenmill.inference.v1.inference_pb2_grpc import (
 from tokenmill_client.multiplex import Multiplexer, StreamCall
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.transport import Transport
-from tokenmill_scheduler.desk import ServedModel
+from tokenmill_scheduler.desk.records import ServedModel
 from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor

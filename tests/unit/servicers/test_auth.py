@@ -17,7 +17,7 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
 from tokenmill_scheduler.access import ANONYMOUS, Access, Identity, Role
 from tokenmill_scheduler.core.request import Request
-from tokenmill_scheduler.desk import Cancellation, Submitted
+from tokenmill_scheduler.desk.records import Cancellation, Submitted
 from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.auth import AuthInterceptor, current_identity

@@ -14,8 +14,9 @@ import structlog
 from google.rpc import error_details_pb2
 from tokenmill.admin.v1 import admin_pb2 as admin
 from tokenmill.inference.v1 import inference_pb2 as pb
-from tokenmill_scheduler import desk
 from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.desk import errors
+from tokenmill_scheduler.desk.records import Submitted
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor, status_of
 
@@ -26,14 +27,14 @@ from tests.unit.servicers.conftest import Served
 def test_every_error_of_the_desk_has_a_status_and_a_reason_of_its_own() -> None:
     kinds = [
         kind
-        for _, kind in inspect.getmembers(desk, inspect.isclass)
-        if issubclass(kind, desk.DeskError) and kind not in (desk.DeskError, desk.Refused)
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, errors.DeskError) and kind not in (errors.DeskError, errors.Refused)
     ]
     assert len(kinds) == 11
     reasons = set()
     for kind in kinds:
-        refused = issubclass(kind, desk.Refused)
-        arguments = ("words", 1.0, "max_queue_len") if refused else ("words", 1.0) if kind is desk.Unavailable else ("words",)
+        refused = issubclass(kind, errors.Refused)
+        arguments = ("words", 1.0, "max_queue_len") if refused else ("words", 1.0) if kind is errors.Unavailable else ("words",)
         status = status_of(kind(*arguments))
         assert status is not None
         assert status.message == "words"
@@ -66,7 +67,7 @@ async def test_the_unforeseen_is_internal_with_an_id_and_never_in_its_own_words(
     def oracle(request: Request, index: int) -> int:
         raise AssertionError
 
-    async def broken(request: Request, payload_digest: bytes) -> desk.Submitted:
+    async def broken(request: Request, payload_digest: bytes) -> Submitted:
         raise RuntimeError("secret of the house")
 
     served.desk.submit = broken  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceStub, add_
 from tokenmill.inference.v1.types_pb2 import SamplingParams
 from tokenmill_scheduler.access import Access, Identity
 from tokenmill_scheduler.core.request import State
-from tokenmill_scheduler.desk import Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.intake import Intake, InvalidArgument
 from tokenmill_scheduler.servicers.auth import AuthInterceptor
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor, told_of

@@ -12,7 +12,7 @@ from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill.inference.v1.types_pb2 import SamplingParams, StreamEvent
 from tokenmill_scheduler.core.request import Request, State
-from tokenmill_scheduler.desk import Attachment
+from tokenmill_scheduler.desk.port import Attachment
 from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.servicers.events import MAX_DELTA_TOKENS
 

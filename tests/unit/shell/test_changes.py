@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenmill_scheduler.changes import cancellation
 from tokenmill_scheduler.core.request import State
-from tokenmill_scheduler.desk import Cancellation
+from tokenmill_scheduler.desk.records import Cancellation
 
 DECODE, DONE, CANCELLED, EXPIRED = State.DECODE, State.DONE, State.CANCELLED, State.EXPIRED
 

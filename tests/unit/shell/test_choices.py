@@ -10,7 +10,8 @@ from tokenmill_scheduler.core.choices import choice_ids, further_choices
 from tokenmill_scheduler.core.events import Expired
 from tokenmill_scheduler.core.request import FinishReason, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
-from tokenmill_scheduler.desk import Cancellation, Ended, IndexAhead, QueueFull, RequestEnded
+from tokenmill_scheduler.desk.errors import IndexAhead, QueueFull, RequestEnded
+from tokenmill_scheduler.desk.records import Cancellation, Ended
 from tokenmill_scheduler.ledger.records import RequestQuery
 from tokenmill_scheduler.recovery import take_up
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 from tokenmill_scheduler.core.request import FinishReason, State
-from tokenmill_scheduler.desk import Cancellation, Chunk, ChunkStream, Ended, IndexAhead, RequestEnded, Unavailable
+from tokenmill_scheduler.desk.errors import IndexAhead, RequestEnded, Unavailable
+from tokenmill_scheduler.desk.port import ChunkStream
+from tokenmill_scheduler.desk.records import Cancellation, Chunk, Ended
 from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.ledger.records import ActionQuery, ActionVerb, Lease
 from tokenmill_scheduler.recovery import take_up

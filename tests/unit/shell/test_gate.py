@@ -15,7 +15,7 @@ from tokenmill_scheduler.core.overload import OverloadConfig
 from tokenmill_scheduler.core.quotas import Quota
 from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
-from tokenmill_scheduler.desk import Overloaded, QueueFull, Refused, RequestExists, TenantLimit
+from tokenmill_scheduler.desk.errors import Overloaded, QueueFull, Refused, RequestExists, TenantLimit
 from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.tenants import TenantLimits
 

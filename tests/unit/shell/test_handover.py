@@ -15,7 +15,8 @@ from tokenmill_scheduler.core.effects import Transitioned
 from tokenmill_scheduler.core.events import ExecutorsAwaited, KnownExecutor, Tick
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.waiting import WaitCode
-from tokenmill_scheduler.desk import Cancellation, Chunk, Ended, Unavailable
+from tokenmill_scheduler.desk.errors import Unavailable
+from tokenmill_scheduler.desk.records import Cancellation, Chunk, Ended
 from tokenmill_scheduler.handover import PATIENCE_S
 from tokenmill_scheduler.ledger.records import Handover, Lease, Submission
 from tokenmill_scheduler.recovery import take_up

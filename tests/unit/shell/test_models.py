@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tokenmill_executor.simulated_tokenizer import tokenizer_files
 from tokenmill_scheduler.core.plans import ExecutorDescription
-from tokenmill_scheduler.desk import Unavailable, UnknownModel
+from tokenmill_scheduler.desk.errors import Unavailable, UnknownModel
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.wire import ExecutorFacts
 

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
-from tokenmill_scheduler.desk import PolicyStatus, RequestNotFailed, Unavailable, UnknownExecutor, UnknownRequest
+from tokenmill_scheduler.desk.errors import RequestNotFailed, Unavailable, UnknownExecutor, UnknownRequest
+from tokenmill_scheduler.desk.records import PolicyStatus
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.records import POLICY, Action, ActionQuery, ActionVerb
 from tokenmill_scheduler.operators import Operators

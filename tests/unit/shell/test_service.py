@@ -10,18 +10,8 @@ from structlog.testing import capture_logs
 from tokenmill_scheduler import arrivals
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
-from tokenmill_scheduler.desk import (
-    Cancellation,
-    Chunk,
-    Ended,
-    IndexAhead,
-    QueueFull,
-    RequestEnded,
-    RequestExists,
-    Submitted,
-    Unavailable,
-    UnknownRequest,
-)
+from tokenmill_scheduler.desk.errors import IndexAhead, QueueFull, RequestEnded, RequestExists, Unavailable, UnknownRequest
+from tokenmill_scheduler.desk.records import Cancellation, Chunk, Ended, Submitted
 from tokenmill_scheduler.ledger.errors import LedgerConflict, LedgerUnavailable
 from tokenmill_scheduler.ledger.records import RequestQuery
 from tokenmill_scheduler.pacing import Pacer, Repeats

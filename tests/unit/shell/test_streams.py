@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from tokenmill_scheduler.core.plans import TokenLogprobs
 from tokenmill_scheduler.core.request import FinishReason, State
-from tokenmill_scheduler.desk import Chunk, Ended, IndexAhead, Unavailable
+from tokenmill_scheduler.desk.errors import IndexAhead, Unavailable
+from tokenmill_scheduler.desk.records import Chunk, Ended
 from tokenmill_scheduler.streams import Feed, FeedReader
 
 DONE = Ended(State.DONE, FinishReason.STOP, 3)

@@ -10,7 +10,7 @@ from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.backlog import QueueLimits, most_tokens
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
-from tokenmill_scheduler.desk import TenantLimit
+from tokenmill_scheduler.desk.errors import TenantLimit
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.service import Service
