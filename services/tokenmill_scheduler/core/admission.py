@@ -18,7 +18,7 @@ from tokenmill_scheduler.core.live import LiveRequest
 EXPECTED_SHARE = 0.5
 
 
-class Admission(Protocol):
+class AdmissionMode(Protocol):
     name: str
     # Whether sequences grow beyond what was booked for them, so that some blocks are to be kept back for that.
     grows: bool
@@ -67,7 +67,7 @@ class ExpectedLength:
 ADMISSION_MODES = (Optimistic.name, NeverEvict.name, ExpectedLength.name)
 
 
-def admission_named(name: str, lengths: OutputLengths) -> Admission:
+def admission_named(name: str, lengths: OutputLengths) -> AdmissionMode:
     """Raises KeyError when there is no such mode."""
-    modes: dict[str, Admission] = {mode.name: mode for mode in (Optimistic(), NeverEvict(), ExpectedLength(lengths))}
+    modes: dict[str, AdmissionMode] = {mode.name: mode for mode in (Optimistic(), NeverEvict(), ExpectedLength(lengths))}
     return modes[name]

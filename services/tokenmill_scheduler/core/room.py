@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenmill_scheduler.core.admission import Admission
+from tokenmill_scheduler.core.admission import AdmissionMode
 from tokenmill_scheduler.core.backlog import most_tokens
 from tokenmill_scheduler.core.executor import ExecutorState
-from tokenmill_scheduler.core.live import LiveRequest
-from tokenmill_scheduler.core.request import Request
+from tokenmill_scheduler.core.live import RESOURCE_EXHAUSTED, Ending, LiveRequest
+from tokenmill_scheduler.core.request import FinishReason, Request, State
 from tokenmill_scheduler.core.roster import Roster
 
 
 class Room:
     """`watermark` is the share of an executor's blocks that admissions leave to the sequences that run."""
 
-    def __init__(self, roster: Roster, admission: Admission, watermark: float) -> None:
+    def __init__(self, roster: Roster, admission: AdmissionMode, watermark: float) -> None:
         self._roster = roster
         self._admission = admission
         self._watermark = watermark
@@ -84,6 +84,14 @@ class Room:
 
     def is_short(self, live: LiveRequest, executor: ExecutorState) -> bool:
         return self.blocks_needed(live, executor) > self.blocks_free(executor)
+
+
+def too_long(live: LiveRequest) -> Ending:
+    """How one ends that can be held nowhere."""
+    error = f"{live.known} tokens, prompt and output, are more than the KV blocks or the model length of any executor allow"
+    if live.gang_size > 1:
+        error = f"{live.gang_size} choices of {live.known} tokens are more than any executor has slots or KV blocks for at once"
+    return Ending(State.FAILED, FinishReason.ERROR, "too long", error, RESOURCE_EXHAUSTED)
 
 
 def _can_hold(executor: ExecutorState, live: LiveRequest) -> bool:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.admission import admission_named
+from tokenmill_scheduler.core.admitter import Admitter
 from tokenmill_scheduler.core.batching import batching_named
+from tokenmill_scheduler.core.displacement import Displacement
 from tokenmill_scheduler.core.effects import Effect, PlanIssued
 from tokenmill_scheduler.core.events import (
     Cancelled,
@@ -103,7 +105,8 @@ class Scheduler(Questions):
         room = Room(roster, admission_named(config.admission, prediction.lengths), config.watermark)
         super().__init__(roster, batching, room, Warden(roster, config.overload))
         self._membership = Membership(roster, config.max_num_seqs, config.max_num_batched_tokens, config.max_executor_losses)
-        self._planner = Planner(roster, batching, room, self._warden, config.max_overtakes)
+        admitter = Admitter(roster, room, self._warden, config.max_overtakes)
+        self._planner = Planner(roster, batching, room, admitter, Displacement(roster, batching, room, self._warden))
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Applies one event at time `now_s` (Unix seconds, never going back); the effects are in the order to be carried out."""
