@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.changes import cancellation, second_try
 from tokenmill_scheduler.control import Control
-from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.core.waiting import WaitCode
 from tokenmill_scheduler.desk.errors import RequestEnded, RequestExists, RequestNotFailed, Unavailable, UnknownRequest
 from tokenmill_scheduler.desk.port import Attachment
 from tokenmill_scheduler.desk.records import Cancellation, ExecutorStatus, Load, RequestStatus, ServedModel, Submitted
-from tokenmill_scheduler.followers import Followers, ended
+from tokenmill_scheduler.followers import Followers
 from tokenmill_scheduler.gate import Gate
 from tokenmill_scheduler.handover import PATIENCE_S, Handovers
 from tokenmill_scheduler.ledger.port import Ledger
@@ -37,32 +36,17 @@ from tokenmill_scheduler.ledger.records import (
     StoredTransition,
     Verb,
 )
-from tokenmill_scheduler.live import LiveRequest
 from tokenmill_scheduler.lookup import Lookup
 from tokenmill_scheduler.loop import Loop, RecordWriter
 from tokenmill_scheduler.models import Models
+from tokenmill_scheduler.readers import Readers
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 from tokenmill_scheduler.relay import Relay
-from tokenmill_scheduler.streams import Feed, FeedReader, check_index
 from tokenmill_scheduler.tenants import TenantLimits
 
 ANNOUNCE_S = 10.0
-_NO_OUTPUT = StoredOutput(0, ())
 # The lease of a command that is not addressed yet.
 _NOBODY = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Readable:
-    """A request to be read, with its output from the ledger if it does not run here."""
-
-    found: LiveRequest | StoredRequest
-    output: StoredOutput = _NO_OUTPUT
-
-    @property
-    def num_tokens(self) -> int:
-        """Those that may be told."""
-        return self.found.feed.committed if isinstance(self.found, LiveRequest) else len(self.output.token_ids)
 
 
 class Service:
@@ -94,6 +78,7 @@ class Service:
         self._lookup = Lookup(loop.live, ledger, self._arrivals, patience_s, self.check_open)
         self._control = Control(loop, self.relay, self._lookup, self.check_open)
         self.followers = Followers(ledger, self.relay.tell, announce_s)
+        self._readers = Readers(loop, ledger, self._lookup, self.followers)
         self.handovers = Handovers(loop, ledger, writer, self.followers.hand_over, patience_s)
 
     def open(self, lease: Lease) -> None:
@@ -105,6 +90,7 @@ class Service:
     def close(self) -> None:
         """No submits or changes from here on; a reader's leaving cancels nothing any more."""
         self._closed = True
+        self._readers.close()
 
     def check_open(self) -> None:
         """Raises Unavailable while nothing can be changed."""
@@ -114,8 +100,7 @@ class Service:
             raise Unavailable("the database cannot be written for now", RETRY_DELAY_S)
 
     def close_streams(self, reason: Unavailable) -> None:
-        self._loop.live.close_streams(reason)
-        self.followers.close(reason)
+        self._readers.close_streams(reason)
 
     def model(self, name: str) -> ServedModel:
         return self._models.find(name)
@@ -126,7 +111,7 @@ class Service:
     def most_choices(self, model: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
         return self._loop.scheduler.most_choices(model, num_prompt_tokens, max_tokens)
 
-    # ---- submit ----------------------------------------------------------------------------------------------------------------
+    # ---- submit and attach -----------------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request, payload_digest: bytes) -> Submitted:
         self.check_open()
@@ -135,57 +120,11 @@ class Service:
             raise RequestExists(f"request {request.request_id} exists with another payload")
         return Submitted(request.request_id, joined=outcome is Outcome.JOINED)
 
-    # ---- streams ---------------------------------------------------------------------------------------------------------------
-
     async def attach(self, request_id: str, next_index: int) -> Attachment:
         return (await self.attach_all({request_id: next_index}))[0]
 
     async def attach_all(self, next_indexes: Mapping[str, int]) -> tuple[Attachment, ...]:
-        return await self._lookup.once_settled(partial(self._attach_all, next_indexes))
-
-    async def _attach_all(self, next_indexes: Mapping[str, int]) -> tuple[Attachment, ...]:
-        # All is looked up before anybody reads: to leave again would cancel what nobody else reads.
-        while True:
-            found = {request_id: await self._look_up_output(request_id) for request_id in next_indexes}
-            if not any(self._has_come_here(readable) for readable in found.values()):
-                break
-        for request_id, next_index in next_indexes.items():
-            check_index(next_index, found[request_id].num_tokens)
-        return tuple([self._attach(found[request_id], next_index) for request_id, next_index in next_indexes.items()])
-
-    async def _look_up_output(self, request_id: str) -> _Readable:
-        found = await self._lookup.find(request_id)
-        if isinstance(found, LiveRequest):
-            return _Readable(found)
-        return _Readable(found, await read_ledger(self._ledger.output, request_id))
-
-    def _has_come_here(self, readable: _Readable) -> bool:
-        """Whether it was taken over while the ledger was read."""
-        found = readable.found
-        return not isinstance(found, LiveRequest) and self._loop.live.runs(found.request.request_id)
-
-    def _attach(self, readable: _Readable, next_index: int) -> Attachment:
-        found, output = readable.found, readable.output
-        request_id = found.request.request_id
-        left = partial(self._reader_left, request_id)
-        if isinstance(found, LiveRequest):
-            reader = FeedReader(found.feed, next_index, left)
-            self._loop.live.reader_came(request_id)
-            return Attachment(found.request, tuple(found.feed.tokens[:next_index]), reader)
-        if found.state not in TERMINAL:
-            reader = self.followers.follow(found, output, next_index, left)
-            return Attachment(found.request, output.token_ids[:next_index], reader)
-        feed = Feed(output.token_ids, output.logprobs)
-        feed.end(ended(found))
-        return Attachment(found.request, output.token_ids[:next_index], FeedReader(feed, next_index, lambda: None))
-
-    def _reader_left(self, request_id: str) -> None:
-        """It may have come when another scheduler had the request."""
-        if self._closed:
-            return
-        self.followers.left(request_id)
-        if self._loop.live.reader_left(request_id, self._loop.clock()):
-            self._loop.handle(events.Cancelled(request_id, "its client left"))
+        return await self._readers.attach_all(next_indexes)
 
     # ---- changes ---------------------------------------------------------------------------------------------------------------
 
@@ -224,10 +163,9 @@ class Service:
                 case Verb.CANCEL | Verb.UPDATE:
                     self._control.carry_out(command)
                 case Verb.READ:
-                    self._loop.live.read_elsewhere(command.request_id, self._loop.clock())
+                    self._readers.came_elsewhere(command.request_id)
                 case Verb.LEAVE:
-                    if self._loop.live.left_elsewhere(command.request_id):
-                        self._loop.handle(events.Cancelled(command.request_id, "its client left"))
+                    self._readers.left_elsewhere(command.request_id)
         await self._control.durable()
 
     # ---- reads -----------------------------------------------------------------------------------------------------------------
