@@ -14,7 +14,7 @@ from tokenmill_service.logs import configure_logs
 from tokenmill_scheduler.ledger.errors import LedgerError
 from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
-from tokenmill_scheduler.server import serve
+from tokenmill_scheduler.process import serve
 from tokenmill_scheduler.settings import Settings, settings_from_process
 
 log = structlog.get_logger(__name__)

@@ -1,22 +1,18 @@
-"""The scheduler as a process: takes up what was left, serves until told to stop, leaves nothing half told.
+"""The scheduler put together: takes up what was left, serves until it is stopped, leaves nothing half told.
 
-Must not know: how requests are scheduled or stored.
+Must not know: how requests are scheduled or stored, that it is a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import socket
 import time
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
 import structlog
-from tokenmill_service.address import bound_address, is_open, lock_address, write_port_file
-from tokenmill_service.collector import keep_collector_off_the_hot_path
+from tokenmill_service.address import bound_address, is_open
 from tokenmill_service.flags import SettingsError
 from tokenmill_service.metrics import MetricsServer
 from tokenmill_service.tls import channel_credentials, server_credentials
@@ -28,21 +24,19 @@ from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.executors import Executors
 from tokenmill_scheduler.exposition import Exposition
 from tokenmill_scheduler.grpc_server import SERVICES, add_services, new_server
-from tokenmill_scheduler.health import ALIVE_WITHIN_S, LIVENESS, Health
+from tokenmill_scheduler.health import ALIVE_WITHIN_S, Health
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.intake import Intake
 from tokenmill_scheduler.journal.scheduler import JournaledScheduler
 from tokenmill_scheduler.journal.writer import JournalWriter
-from tokenmill_scheduler.lease import LeaseKeeper, take_lease
-from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
-from tokenmill_scheduler.ledger.records import Estate, Lease
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.live import may_gather
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.operators import Operators
 from tokenmill_scheduler.pacing import Repeats
+from tokenmill_scheduler.peers import Peers
 from tokenmill_scheduler.reads import RETRY_DELAY_S
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.retention import prune_for_ever
@@ -50,7 +44,7 @@ from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.errors import SUBMIT_REFUSALS
 from tokenmill_scheduler.servicers.inference import InferenceServicer
-from tokenmill_scheduler.session import Fenced, SessionLimits
+from tokenmill_scheduler.session import SessionLimits
 from tokenmill_scheduler.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -108,8 +102,16 @@ class SchedulerServer:
             announce_s=settings.reattach_grace_s / 3,
             patience_s=settings.lease_time_s,
         )
-        self._lease: Lease | None = None
-        self._keeper: LeaseKeeper | None = None
+        self._peers = Peers(
+            settings,
+            ledger,
+            self.loop,
+            self._writer,
+            self.service,
+            self.executors,
+            is_alive=lambda: not self._not_alive(),
+            keep_at=self._keep_at,
+        )
         self.operators = Operators(self.loop, ledger, self.service.check_open)
         self._stopping = False
         refused = self.loop.metrics.refuse
@@ -128,7 +130,7 @@ class SchedulerServer:
             self._metrics = MetricsServer(self._settings.metrics_address, self._exposition)
             log.info("metrics served", address=self.metrics_address)
         self._use_quotas()
-        estate = await self._take_lease()
+        lease, estate = await self._peers.take_lease(self.address)
         await self.operators.refresh()
         if not self._settings.is_alone:
             # What others' executors can hold is known before anything is found to be too long.
@@ -140,10 +142,9 @@ class SchedulerServer:
         for watch in watches:
             self._keep_at(watch)
         await self._server.start()
-        assert self._lease is not None
-        self.executors.start(self._lease)
+        self.executors.start(lease)
         if not self._settings.is_alone:
-            self._live_with_others(self._lease, estate)
+            self._peers.start(lease, estate)
 
     async def stop(self) -> None:
         """Plans that are out come back and are made durable; streams are told to attach again; requests stay in the ledger.
@@ -154,6 +155,7 @@ class SchedulerServer:
         grace_s = 0.0 if self.loop.failure.done() else self._settings.grace_period_s
         until_s = time.monotonic() + grace_s
         self._stopping = True
+        self._peers.close()
         self.service.close()
         await self._health.shut_down()
         with contextlib.suppress(TimeoutError):
@@ -161,7 +163,7 @@ class SchedulerServer:
         await self.executors.leave(LAST_WORDS_S)
         if not await self._writer.close(max(until_s - time.monotonic(), LAST_WORDS_S)):
             log.error("not all could be written; it will be computed again", backlog=self._writer.backlog)
-        await self._give_up_lease()
+        await self._peers.give_up_lease(LAST_WORDS_S)
         reason = Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S)
         self.service.close_streams(reason)
         with contextlib.suppress(TimeoutError):
@@ -186,43 +188,7 @@ class SchedulerServer:
         self.loop.handle(QuotasChanged(*self.access.quotas()))
         self.loop.handle(WeightsChanged(self.access.weights()))
 
-    # ---- among other schedulers ------------------------------------------------------------------------------------------------
-
-    async def _take_lease(self) -> Estate:
-        """From here on this scheduler may write. Returns what an earlier process has left."""
-        settings = self._settings
-        name = settings.scheduler_name or f"{socket.gethostname()} {self.address}"
-        take = partial(take_lease, alone=settings.is_alone, told=settings.executors)
-        lease, estate = await asyncio.to_thread(take, self._ledger, name, settings.lease_time_s)
-        self._lease = lease
-        self._writer.start(lease)
-        self.service.open(lease)
-        log.info("lease taken", scheduler=name, lease=lease.number)
-        return estate
-
-    def _live_with_others(self, lease: Lease, estate: Estate) -> None:
-        """Keeps the lease, takes over from those who fall, and has and answers questions about each other's requests."""
-        self.executors.inherit([address for _, address in estate.executors])
-        self._keeper = keeper = LeaseKeeper(self._ledger, lease, self._settings.lease_time_s, lambda: not self._not_alive())
-        keeper.start(self._inherit, self.loop.fail)
-        service, relay = self.service, self.service.relay
-        listening = relay.listen(lease, lambda: bool(keeper.peers), service.obey)
-        for work in (service.followers.run(), service.handovers.watch(), relay.send(), listening):
-            self._keep_at(work)
-
-    def _inherit(self, estate: Estate) -> None:
-        # One that stops leaves it to the next, with its own.
-        if not self._stopping and not self.loop.failure.done():
-            self.executors.inherit([address for _, address in estate.executors])
-            take_up(self.loop, estate.requests, self.service.followers.hand_over)
-
-    async def _give_up_lease(self) -> None:
-        """Whoever is there may take over at once."""
-        if self._keeper is not None:
-            await self._keeper.stop(LAST_WORDS_S)
-        if self._lease is not None:
-            with contextlib.suppress(LedgerUnavailable):
-                await asyncio.to_thread(self._ledger.give_up_lease, self._lease)
+    # ---- what goes on in the background ----------------------------------------------------------------------------------------
 
     def _keep_at(self, work: Coroutine[Any, Any, None]) -> None:
         """Until `stop`; a mistake in it ends the scheduler, since nobody would miss it otherwise."""
@@ -234,7 +200,7 @@ class SchedulerServer:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.loop.fail(error)
 
-    # ----------------------------------------------------------------------------------------------------------------------------
+    # ---- its address -----------------------------------------------------------------------------------------------------------
 
     def _bind(self) -> int:
         listen, credentials = self._settings.listen, self._credentials
@@ -252,6 +218,8 @@ class SchedulerServer:
             log.warning("requests and tokens pass in plain text: give --tls-cert and --tls-key, or keep the network private")
         if not self.access.needs_token:
             log.warning("whoever reaches this address may use and operate the service: give --auth-tokens, or keep it private")
+
+    # ---- how it is -------------------------------------------------------------------------------------------------------------
 
     def _ledger_failed(self, error: Exception) -> None:
         self.loop.fail(error)
@@ -277,28 +245,3 @@ def _open_journal(settings: Settings) -> JournalWriter | None:
         return JournalWriter(settings.plan_journal, settings.scheduler, settings.plan_journal_bytes)
     except OSError as error:
         raise SettingsError(f"--plan-journal {settings.plan_journal} cannot be written: {error.strerror}") from error
-
-
-async def serve(settings: Settings, ledger: Ledger) -> int:
-    """Runs until SIGTERM or SIGINT (0) or until the loop fails (1). Raises SettingsError for an operator's mistake."""
-    told_to_stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
-    lock_address(settings.listen)
-    server = SchedulerServer(settings, ledger)
-    await server.start()
-    if settings.port_file is not None:
-        write_port_file(settings.port_file, server.address)
-    log.info("listening", address=server.address, executors=list(settings.executors), liveness_service=LIVENESS)
-    keep_collector_off_the_hot_path()
-    server.loop.failure.add_done_callback(lambda _: told_to_stop.set())
-    await told_to_stop.wait()
-    error = server.loop.failure.exception() if server.loop.failure.done() else None
-    if isinstance(error, LeaseLost | Fenced):
-        log.critical("fenced", reason=str(error))
-    elif error is not None:
-        log.critical("the loop failed; requests are in the ledger", exc_info=error)
-    log.info("stopping")
-    await server.stop()
-    log.info("stopped")
-    return 1 if error is not None else 0
