@@ -12,7 +12,7 @@ from tokenmill.admin.v1 import admin_pb2 as admin
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1 import types_pb2 as types
 from tokenmill_scheduler.core.request import State
-from tokenmill_scheduler.servicers import admin as servicer_module
+from tokenmill_scheduler.servicers import bulk_cancel
 
 from tests.unit.servicers.calls import refusal, spec, violations
 from tests.unit.servicers.conftest import Served
@@ -119,8 +119,8 @@ async def test_cancel_by_ids_answers_for_each(served: Served) -> None:
 async def test_c68_cancel_by_filter_goes_through_all_pages_and_spares_the_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servicer_module, "MAX_PAGE_SIZE", 3)
-    monkeypatch.setattr(servicer_module, "_CONCURRENT_CANCELS", 2)
+    monkeypatch.setattr(bulk_cancel, "MAX_PAGE_SIZE", 3)
+    monkeypatch.setattr(bulk_cancel, "_CONCURRENT_CANCELS", 2)
     await submit(served, 8, tenant="t")
     await submit(served, 1)
     served.desk.produce("r0", 8)
@@ -143,7 +143,7 @@ async def test_c68_cancel_by_filter_goes_through_all_pages_and_spares_the_ended(
 async def test_cancel_refuses_no_condition_and_too_many_matches(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     await submit(served, 3)
     assert list(violations(await refusal(served.admin.CancelRequests(admin.CancelRequestsRequest())))) == ["filter"]
-    monkeypatch.setattr(servicer_module, "MAX_CANCELLED_MATCHES", 2)
+    monkeypatch.setattr(bulk_cancel, "MAX_CANCELLED_MATCHES", 2)
     request = admin.CancelRequestsRequest(filter=admin.RequestFilter(min_priority=0))
     assert "nothing was cancelled" in violations(await refusal(served.admin.CancelRequests(request)))["filter"]
     too_many = admin.CancelRequestsRequest(request_ids=[str(i) for i in range(1001)])
