@@ -42,10 +42,13 @@ def changes_in_words(request: Request, priority: int | None, deadline_s: float |
     return "; ".join(changes)
 
 
-def has_changed(request: Request, command: Command) -> bool:
-    """Whether an update is to be seen in a request; a cancelled one has ended instead."""
-    wanted = (command.priority, request.priority), (command.deadline_s, request.deadline_s)
-    return command.verb is Verb.UPDATE and all(new is None or new == now for new, now in wanted)
+def has_changed(before: Request, after: Request, command: Command) -> bool:
+    """Whether an update is to be seen in a request; a cancelled one has ended instead.
+
+    A value that is neither as it was nor as this update wants it is a later one's, which found what this one had made of it.
+    """
+    values = (command.priority, before.priority, after.priority), (command.deadline_s, before.deadline_s, after.deadline_s)
+    return command.verb is Verb.UPDATE and all(new is None or now == new or now != was for new, was, now in values)
 
 
 def cancellation(before: Mapping[str, State], after: Mapping[str, State]) -> Cancellation:

@@ -5,8 +5,8 @@ Must not know: protobuf, SQL.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 
 from tokenmill_scheduler.changes import changes_in_words, has_changed
 from tokenmill_scheduler.core import events
@@ -21,6 +21,18 @@ from tokenmill_scheduler.reads import RETRY_DELAY_S
 from tokenmill_scheduler.relay import Relay
 
 
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """What the tries of one change have come to together.
+
+    `before`: each choice's state when it was first seen. `changed`: the choices that are known to be changed; none is a second
+    time, for what another has changed since would be undone.
+    """
+
+    before: dict[str, State] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+
+
 class Control:
     """`check_open` raises Unavailable while nothing can be changed."""
 
@@ -30,64 +42,54 @@ class Control:
         self._lookup = lookup
         self._check_open = check_open
 
-    async def change(self, command: Command, before: dict[str, State]) -> dict[str, State]:
+    async def change(self, command: Command, tries: Tries) -> dict[str, State]:
         """At every scheduler that has choices of the request which have not ended. Returns the states of all after that, by id.
 
-        Raises ChangingHands when one is, and may have changed others then: a change can be given again. `before` is kept from try
-        to try: each choice's state when it was first seen, which tells what the tries have done together.
+        Raises ChangingHands when one is, and may have changed others then: a change can be given again, with the same `tries`.
         """
         choices = await self._lookup.choices(command.request_id)
         for found in choices:
-            before.setdefault(found.request.request_id, found.state)
+            tries.before.setdefault(found.request.request_id, found.state)
+        # As they are now: a live request's is another once it is updated.
+        requests = {found.request.request_id: found.request for found in choices}
         holders: dict[int | None, LiveRequest | StoredRequest] = {}
         for found in choices:
-            if found.state not in TERMINAL:
-                holders.setdefault(None if isinstance(found, LiveRequest) else found.lease, found)
-        after = [await self._change_at(found, command) for found in holders.values()]
+            if found.state not in TERMINAL and found.request.request_id not in tries.changed:
+                holders.setdefault(_holder(found), found)
+        after = [await self._change_at(lease, found, command, tries) for lease, found in holders.items()]
         if not after:
             # Their end may not be durable yet.
             await self.durable()
             after = choices
         elif len(choices) > 1:
             after = await self._lookup.choices(command.request_id)
-            for found in after:
-                self._check_changed(found, command)
+        tries.changed.update([name for f in after if has_changed(requests[name := f.request.request_id], f.request, command)])
+        if any(found.state not in TERMINAL and found.request.request_id not in tries.changed for found in after):
+            # One was on its way in or out, where nobody changes it.
+            raise ChangingHands
         return {found.request.request_id: found.state for found in after}
 
-    async def _change_at(self, found: LiveRequest | StoredRequest, command: Command) -> LiveRequest | StoredRequest:
+    async def _change_at(
+        self, lease: int | None, found: LiveRequest | StoredRequest, command: Command, tries: Tries
+    ) -> LiveRequest | StoredRequest:
         """At the scheduler that has this choice, all that it has of the request. Returns the choice as it is then."""
         command = replace(command, detail=changes_in_words(found.request, command.priority, command.deadline_s))
-        if not isinstance(found, LiveRequest):
-            return await self._ask(found, command)
+        if lease is not None:
+            # The action is recorded there, with the change: also when this one's caller has gone meanwhile.
+            await self._relay.ask(replace(command, lease=lease))
+            return await self._lookup.stored(found.request.request_id)
         self._check_open()
-        self.carry_out(command)
+        tries.changed.update(self.carry_out(command, tries.changed))
         await self.durable()
         return found
 
-    def _check_changed(self, found: LiveRequest | StoredRequest, command: Command) -> None:
-        """Raises ChangingHands for one that is on its way in or out, where nobody changes it."""
-        if found.state not in TERMINAL and not has_changed(found.request, command):
-            raise ChangingHands
+    def carry_out(self, command: Command, but: Collection[str] = ()) -> list[str]:
+        """A cancel or an update, on all choices here that have not ended, or the one that is named; not on those of `but`.
 
-    async def _ask(self, stored: StoredRequest, command: Command) -> StoredRequest:
-        """Has the scheduler that has it change the request, of which `stored` is a choice. Returns that one as it is then.
-
-        Raises ChangingHands, also when that one has fallen. The action is recorded there, with the change: also when this one's
-        caller has gone meanwhile.
+        Returns which were changed. A command that comes twice finds its request as it left it, and an ended one is not cancelled
+        again.
         """
-        if stored.lease is None or not stored.scheduler:
-            raise ChangingHands
-        await self._relay.ask(replace(command, lease=stored.lease))
-        after = await self._lookup.stored(stored.request.request_id)
-        self._check_changed(after, command)
-        return after
-
-    def carry_out(self, command: Command) -> None:
-        """A cancel or an update, on all choices here that have not ended, or the one that is named.
-
-        A command that comes twice finds its request as it left it, and an ended one is not cancelled again.
-        """
-        choices = self._loop.live.choices(command.request_id)
+        choices = [choice for choice in self._loop.live.choices(command.request_id) if choice not in but]
         is_cancel = command.verb is Verb.CANCEL
         verb = ActionVerb.CANCEL if is_cancel else ActionVerb.UPDATE
         actions = self.actions(command.actor, verb, command.request_id, command.reason, command.detail) if choices else ()
@@ -95,6 +97,7 @@ class Control:
             cancelled = events.Cancelled(choice, command.reason)
             self._loop.handle(cancelled if is_cancel else events.Updated(choice, command.priority, command.deadline_s), *actions)
             actions = ()
+        return choices
 
     def actions(self, actor: str, verb: ActionVerb, request_id: str, reason: str, detail: str = "") -> tuple[Action, ...]:
         """The record of what an operator does; none of what a client does."""
@@ -106,3 +109,12 @@ class Control:
             await self._loop.durable()
         except LedgerConflict as error:
             raise Unavailable(f"the scheduler stops: {error}", RETRY_DELAY_S) from error
+
+
+def _holder(found: LiveRequest | StoredRequest) -> int | None:
+    """The lease of the scheduler that has it, None for this one. Raises ChangingHands for one that has fallen."""
+    if isinstance(found, LiveRequest):
+        return None
+    if found.lease is None or not found.scheduler:
+        raise ChangingHands
+    return found.lease

@@ -13,7 +13,7 @@ from functools import partial
 
 from tokenmill_scheduler.arrivals import Arrivals
 from tokenmill_scheduler.changes import cancellation, second_try
-from tokenmill_scheduler.control import Control
+from tokenmill_scheduler.control import Control, Tries
 from tokenmill_scheduler.core.backlog import QueueLimits
 from tokenmill_scheduler.core.request import QUEUED, TERMINAL, Request, State
 from tokenmill_scheduler.core.waiting import WaitCode
@@ -130,14 +130,15 @@ class Service:
 
     async def cancel(self, request_id: str, reason: str, actor: str = "") -> Cancellation:
         command = Command(_NOBODY, request_id, Verb.CANCEL, reason, actor=actor)
-        before: dict[str, State] = {}
-        return cancellation(before, await self._lookup.once_settled(partial(self._control.change, command, before)))
+        tries = Tries()
+        after = await self._lookup.once_settled(partial(self._control.change, command, tries))
+        return cancellation(tries.before, after)
 
     async def update(
         self, request_id: str, priority: int | None, deadline_s: float | None, reason: str = "", actor: str = ""
     ) -> RequestStatus:
         command = Command(_NOBODY, request_id, Verb.UPDATE, reason, priority, deadline_s, actor)
-        states = await self._lookup.once_settled(partial(self._control.change, command, {}))
+        states = await self._lookup.once_settled(partial(self._control.change, command, Tries()))
         if all(state in TERMINAL for state in states.values()):
             raise RequestEnded(f"request {request_id} has ended: {next(iter(states.values()))}")
         return await self.status(request_id)

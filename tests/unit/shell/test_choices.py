@@ -12,7 +12,7 @@ from tokenmill_scheduler.core.request import FinishReason, Request, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk.errors import IndexAhead, QueueFull, RequestEnded
 from tokenmill_scheduler.desk.records import Cancellation, Ended
-from tokenmill_scheduler.ledger.records import RequestQuery
+from tokenmill_scheduler.ledger.records import ActionQuery, RequestQuery
 from tokenmill_scheduler.recovery import take_up
 
 from tests.fakes.memory_ledger import MemoryLedger
@@ -110,6 +110,39 @@ async def test_a_request_whose_first_choice_has_ended_can_still_be_cancelled_and
     assert await shell.service.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
     with pytest.raises(RequestEnded):
         await shell.service.update("a", 8, None)
+
+
+async def test_of_updates_at_once_each_is_carried_out_and_recorded_once(shell: Shell) -> None:
+    """The first finds another value than its own when it is durable: it is not given again, which would undo the others'."""
+    await shell.submit(group())
+    shell.writer.hold = True
+    priorities = {"ann": 7, "bob": 5, "cid": 0}
+    updates = [asyncio.create_task(shell.service.update("a", to, None, "", actor)) for actor, to in priorities.items()]
+    await settle()
+    shell.writer.hold = False
+    shell.writer.commit()
+    await asyncio.gather(*updates)
+    assert [found.request.priority for name in choice_ids(group()) if (found := shell.ledger.find(name))] == [0, 0, 0]
+    assert [action.actor for action in shell.ledger.actions(ActionQuery()).actions] == ["cid", "bob", "ann"]
+
+
+async def test_an_update_that_waits_for_a_choice_on_its_way_is_not_carried_out_again_on_all(shell: Shell) -> None:
+    await shell.submit(group())
+    shell.writer.hold = True
+    updating = asyncio.create_task(shell.service.update("a", 7, None, "", "ann"))
+    await settle()
+    moving = shell.loop.live.get("a/1")
+    assert moving is not None
+    moving.leaving = True
+    shell.writer.hold = False
+    shell.writer.commit()
+    await settle()
+    await shell.service.update("a/2", 3, None)
+    assert not updating.done()
+    moving.leaving = False
+    await updating
+    assert [found.request.priority for name in choice_ids(group()) if (found := shell.ledger.find(name))] == [7, 7, 3]
+    assert [action.actor for action in shell.ledger.actions(ActionQuery()).actions] == ["ann"]
 
 
 async def test_an_update_of_one_choice_is_for_it_alone(shell: Shell) -> None:

@@ -163,6 +163,16 @@ async def test_an_update_through_another_scheduler(mine: Shell, other: Shell) ->
         await other.service.update("a", 8, None)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_of_updates_at_once_through_another_scheduler_each_is_recorded_once(
+    pair: Pair, mine: Shell, other: Shell, n: int
+) -> None:
+    await mine.submit(request("a", n=n, best_of=n))
+    await asyncio.gather(*[other.service.update("a", to, None, "", actor) for actor, to in {"ann": 7, "bob": 5}.items()])
+    assert [action.actor for action in pair.ledger.actions(ActionQuery()).actions] == ["bob", "ann"]
+    assert [stored.request.priority for name in ("a", "a/1")[:n] if (stored := pair.ledger.find(name))] == [5] * n
+
+
 async def test_a_scheduler_that_neither_answers_nor_falls_is_unavailable(
     pair: Pair, mine: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
