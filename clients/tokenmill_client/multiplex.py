@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from copy import copy
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -129,9 +129,11 @@ class _Exchange:
         if not self.is_over:
             self._soon(self._call.cancel)
 
-    def drop_line(self, number: int) -> None:
-        """Leaves it soon."""
+    def drop_line(self, number: int, timer: asyncio.TimerHandle | None) -> None:
+        """Leaves it soon, and its timer with it."""
         self._soon(self.leave, number)
+        if timer is not None:
+            self._soon(timer.cancel)
 
     async def close(self) -> None:
         self._call.cancel()
@@ -196,17 +198,20 @@ class _Line:
         self._failure: BaseException | None = None
         self._is_known = self._is_paused = False
         self._number = exchange.open(self, request)
+        # It ends in time though nobody reads it. The timer does not hold it: nobody else may.
+        self._timer = None if self._deadline_s is None else loop.call_at(self._deadline_s, _expire, ref(self))
 
     def __del__(self) -> None:
         if not self.is_over:
-            self._exchange.drop_line(self._number)
+            self._exchange.drop_line(self._number, self._timer)
 
     async def read(self) -> object:
         """Raises grpc.aio.AioRpcError."""
         if self._alone is not None:
             return await self._alone.read()
         if not self._events and self._failure is None:
-            await self._wait()
+            self._came.clear()
+            await self._came.wait()
         if self._events:
             return self._next()
         assert self._failure is not None
@@ -218,16 +223,20 @@ class _Line:
     def cancel(self) -> bool:
         if self._alone is not None:
             return self._alone.cancel()
+        return self.leave(asyncio.CancelledError())
+
+    def leave(self, why: BaseException) -> bool:
+        """False when it is over already. Whoever waits in a read hears of it."""
         if self.is_over:
             return False
         self._exchange.leave(self._number)
-        # Whoever waits in a read hears of it.
-        self.fail(asyncio.CancelledError())
+        self.fail(why)
         return True
 
     def arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
         self._is_known = True
-        self.is_over = event.WhichOneof("what") == "status"
+        if event.WhichOneof("what") == "status":
+            self._over()
         # While somebody reads nothing waits, and no time is spent on counting.
         size_bytes = event.ByteSize() if self._events else 0
         self._events.append((event, size_bytes))
@@ -238,9 +247,14 @@ class _Line:
         self._came.set()
 
     def fail(self, failure: BaseException) -> None:
-        self.is_over = True
+        self._over()
         self._failure = failure
         self._came.set()
+
+    def _over(self) -> None:
+        self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _waits_for(self, num_events: int, size_bytes: int) -> bool:
         return len(self._events) >= num_events or self._waiting_bytes >= size_bytes
@@ -257,20 +271,14 @@ class _Line:
             self._exchange.send(pb.MultiplexRequest(call=self._number, resume=pb.MultiplexRequest.Resume()))
         return event
 
-    async def _wait(self) -> None:
-        self._came.clear()
-        if self._deadline_s is None:
-            await self._came.wait()
-            return
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                await self._came.wait()
-        except TimeoutError:
-            self.cancel()
-            self._failure = _rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-
     def _left_s(self) -> float | None:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - asyncio.get_running_loop().time())
+
+
+def _expire(held: ref[_Line]) -> None:
+    line = held()
+    if line is not None:
+        line.leave(_rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

@@ -230,6 +230,20 @@ async def test_its_timeout_ends_a_stream_and_its_request(client: AsyncClient, si
     assert site.servicer.heard[-1] == ("leave", 1)
 
 
+async def test_its_timeout_ends_a_stream_that_nobody_reads(client: AsyncClient, site: Site) -> None:
+    """It says so when it is read then, behind what had come."""
+    await client.submit(token_ids=[5, 6, 7], request_id="a", max_tokens=8)
+    site.desk.produce("a", 2)
+    stream = client.attach("a", timeout=0.3)
+    assert len((await anext(stream)).token_ids) == 2
+    site.desk.produce("a", 3)
+    await site.desk.until(lambda: site.desk.open_streams == 0)
+    assert site.servicer.heard[-1] == ("leave", 1)
+    with pytest.raises(DeadlineExceeded):
+        await stream.result()
+    assert len(stream.output.token_ids) == 5
+
+
 async def test_its_timeout_holds_at_an_older_server(client: AsyncClient, site: Site) -> None:
     await site.replace(Older(site.desk))
     await client.submit(token_ids=[5, 6, 7], request_id="a")
@@ -316,6 +330,39 @@ async def test_more_than_a_call_carries_opens_another(client: AsyncClient, site:
     for number in range(MAX_LINES + 1):
         site.desk.produce(f"r{number}", 1)
     assert all(len(output.token_ids) == 1 for output in await results)
+
+
+async def test_no_stream_leaves_its_timer_behind(client: AsyncClient, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it ends, is left, is let go of, or is lost."""
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_at = loop.call_at
+
+    def kept(when: float, callback: Any, *arguments: Any, **context: Any) -> asyncio.TimerHandle:
+        timer = call_at(when, callback, *arguments, **context)
+        if callback is multiplex._expire:
+            timers.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_at", kept)
+    transport = Transport(site.address, timeout=10, retry=RetryPolicy())
+    streams = Multiplexer(transport)
+    await client.submit(token_ids=[5], request_id="a", max_tokens=1)
+    await client.submit(token_ids=[5], request_id="b", max_tokens=1)
+    ended = streams.open(pb.AttachRequest(request_id="a"), 3600)
+    left, held, lost = [streams.open(pb.AttachRequest(request_id="b"), 3600) for _ in range(3)]
+    site.desk.produce("a", 1)
+    await read_to_end(ended)
+    left.cancel()
+    del held
+    gc.collect()
+    await site.desk.until(lambda: site.desk.open_streams == 1)
+    await site.stop()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await read_to_end(lost)
+    assert [timer.cancelled() for timer in timers] == [True] * 4
+    await streams.close()
+    await transport.close()
+    await site.start()
 
 
 @pytest.mark.parametrize("whole_client", [False, True])
