@@ -17,7 +17,7 @@ from pathlib import Path
 from tokenmill_cli.bench.figures import figures
 from tokenmill_cli.bench.measurements import read
 from tokenmill_client import Client
-from tokenmill_client.records import Executor
+from tokenmill_client.admin_records import Executor
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.loading import Loader
 from tokenmill_executor.settings import parse_settings

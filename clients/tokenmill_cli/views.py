@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 from tokenmill_client import RequestInfo
-from tokenmill_client.records import RequestLife, RequestSnapshot
+from tokenmill_client.admin_records import RequestLife
+from tokenmill_client.records import RequestSnapshot
 
 from tokenmill_cli.output import age, local_time, table
 

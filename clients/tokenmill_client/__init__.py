@@ -6,9 +6,11 @@
         for delta in client.generate("Once upon a time", max_tokens=50):
             print(delta.text, end="", flush=True)
 
-`AsyncClient` is the same for asyncio. Errors are in `tokenmill_client.errors`, records in `tokenmill_client.records`.
+`AsyncClient` is the same for asyncio. Errors are in `tokenmill_client.errors`, records in `tokenmill_client.records` and, for
+operators, `tokenmill_client.admin_records`.
 """
 
+from tokenmill_client.admin_records import RequestFilter
 from tokenmill_client.aio import DEFAULT_ADDRESS, AsyncClient
 from tokenmill_client.blocking import Client, Stream
 from tokenmill_client.errors import (
@@ -33,7 +35,7 @@ from tokenmill_client.errors import (
     Unavailable,
 )
 from tokenmill_client.options import Message
-from tokenmill_client.records import Delta, FinishReason, Lane, Output, RequestFilter, RequestInfo, RequestState, Usage
+from tokenmill_client.records import Delta, FinishReason, Lane, Output, RequestInfo, RequestState, Usage
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream

@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from tokenmill_client.admin import AsyncAdmin
+from tokenmill_client.admin_records import Action
 from tokenmill_client.aio import DEFAULT_ADDRESS, AsyncClient
 from tokenmill_client.options import GenerateOptions, OutputForm
-from tokenmill_client.records import Action, Delta, Output, RequestInfo, Usage
+from tokenmill_client.records import Delta, Output, RequestInfo, Usage
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.security import Tls
 from tokenmill_client.stream import AsyncStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from tokenmill_client import AsyncClient
-from tokenmill_client.records import Load
+from tokenmill_client.admin_records import Load
 
 
 class GrpcTarget:

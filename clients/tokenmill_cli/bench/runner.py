@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from tokenmill_client import TokenmillError
-from tokenmill_client.records import Load
+from tokenmill_client.admin_records import Load
 from tokenmill_workloads import Arrival, prompts
 
 # Of what runs. Each look is a call, whose CPU time is missed where a model computes on the same cores.

@@ -7,7 +7,7 @@ from itertools import islice
 
 import click
 from rich.table import Table
-from tokenmill_client.records import Action
+from tokenmill_client.admin_records import Action
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.output import local_time, print_json, show, table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import click
-from tokenmill_client.records import Executor
+from tokenmill_client.admin_records import Executor
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.output import facts, print_json, show

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import click
-from tokenmill_client.records import LaneShares, Policy
+from tokenmill_client.admin_records import LaneShares, Policy
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.output import facts, print_json, show

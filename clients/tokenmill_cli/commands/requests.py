@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from tokenmill_client import AlreadyEnded, Client, NotFound, RequestFilter, RequestInfo
-from tokenmill_client.records import CancelOutcome
+from tokenmill_client.admin_records import CancelOutcome
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.commands.actions import action_table

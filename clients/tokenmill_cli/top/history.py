@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from tokenmill_client.records import Executor, LatencyHistogram, Load, RequestInfo
+from tokenmill_client.admin_records import Executor, LatencyHistogram, Load
+from tokenmill_client.records import RequestInfo
 
 KEEP = 600
 RATE_S = 5.0

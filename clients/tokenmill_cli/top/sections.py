@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from tokenmill_client.records import Executor, LatencyHistogram, Load, RequestInfo
+from tokenmill_client.admin_records import Executor, LatencyHistogram, Load
+from tokenmill_client.records import RequestInfo
 
 from tokenmill_cli.output import age
 from tokenmill_cli.top.charts import area, bar, nice_top

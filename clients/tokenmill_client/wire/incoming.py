@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2, types_pb2
 
-from tokenmill_client import records
+from tokenmill_client import admin_records, records
 from tokenmill_client.errors import ServerError
 
 if TYPE_CHECKING:
@@ -137,38 +137,38 @@ def request_snapshot(response: inference_pb2.GetRequestResponse) -> records.Requ
     return records.RequestSnapshot(info, token_ids, response.output_text, tuple(choices))
 
 
-def request_life(response: admin_pb2.GetRequestResponse) -> records.RequestLife:
-    return records.RequestLife(request_info(response.request), tuple(_transition(entry) for entry in response.transitions))
+def request_life(response: admin_pb2.GetRequestResponse) -> admin_records.RequestLife:
+    return admin_records.RequestLife(request_info(response.request), tuple(_transition(entry) for entry in response.transitions))
 
 
-def _transition(entry: admin_pb2.Transition) -> records.Transition:
+def _transition(entry: admin_pb2.Transition) -> admin_records.Transition:
     first = entry.from_state == types_pb2.REQUEST_STATE_UNSPECIFIED
     before = None if first else _state(entry.from_state)
-    return records.Transition(before, _state(entry.to_state), entry.at.ToDatetime(tzinfo=UTC), entry.reason)
+    return admin_records.Transition(before, _state(entry.to_state), entry.at.ToDatetime(tzinfo=UTC), entry.reason)
 
 
-def cancel_outcome(outcome: admin_pb2.CancelRequestsResponse.Outcome) -> records.CancelOutcome:
+def cancel_outcome(outcome: admin_pb2.CancelRequestsResponse.Outcome) -> admin_records.CancelOutcome:
     state = None if outcome.not_found else _state(outcome.state)
-    return records.CancelOutcome(outcome.request_id, state, outcome.already_ended, outcome.not_found)
+    return admin_records.CancelOutcome(outcome.request_id, state, outcome.already_ended, outcome.not_found)
 
 
-def executor(message: admin_pb2.Executor) -> records.Executor:
-    return _record(records.Executor, message, joined_at=_time(message, "joined_at"))
+def executor(message: admin_pb2.Executor) -> admin_records.Executor:
+    return _record(admin_records.Executor, message, joined_at=_time(message, "joined_at"))
 
 
-def action(message: admin_pb2.Action) -> records.Action:
-    return _record(records.Action, message, at=message.at.ToDatetime(tzinfo=UTC))
+def action(message: admin_pb2.Action) -> admin_records.Action:
+    return _record(admin_records.Action, message, at=message.at.ToDatetime(tzinfo=UTC))
 
 
-def policy(message: admin_pb2.Policy, reason: str = "") -> records.Policy:
+def policy(message: admin_pb2.Policy, reason: str = "") -> admin_records.Policy:
     shares = message.lane_shares
-    lane_shares = records.LaneShares(shares.real_time, shares.standard, shares.batch)
-    return records.Policy(message.policy, message.fair_share, lane_shares, reason)
+    lane_shares = admin_records.LaneShares(shares.real_time, shares.standard, shares.batch)
+    return admin_records.Policy(message.policy, message.fair_share, lane_shares, reason)
 
 
-def load(response: admin_pb2.GetLoadResponse) -> records.Load:
+def load(response: admin_pb2.GetLoadResponse) -> admin_records.Load:
     return _record(
-        records.Load,
+        admin_records.Load,
         response,
         lanes=tuple(_lane_load(lane) for lane in response.lanes),
         time_to_first_token=_latency(response.time_to_first_token),
@@ -179,12 +179,12 @@ def load(response: admin_pb2.GetLoadResponse) -> records.Load:
     )
 
 
-def _lane_load(load: admin_pb2.LaneLoad) -> records.LaneLoad:
-    return records.LaneLoad(_lane(load.lane), load.running, load.waiting, load.oldest_wait.ToTimedelta().total_seconds())
+def _lane_load(load: admin_pb2.LaneLoad) -> admin_records.LaneLoad:
+    return admin_records.LaneLoad(_lane(load.lane), load.running, load.waiting, load.oldest_wait.ToTimedelta().total_seconds())
 
 
-def _latency(histogram: admin_pb2.LatencyHistogram) -> records.LatencyHistogram:
-    return records.LatencyHistogram(tuple(histogram.bounds), tuple(histogram.counts), histogram.sum)
+def _latency(histogram: admin_pb2.LatencyHistogram) -> admin_records.LatencyHistogram:
+    return admin_records.LatencyHistogram(tuple(histogram.bounds), tuple(histogram.counts), histogram.sum)
 
 
 def _record(kind: type[R], message: Any, **converted: Any) -> R:

@@ -18,7 +18,8 @@ from tokenmill_cli.top.keys import keys_of
 from tokenmill_cli.top.view import KEYS, Order, View
 from tokenmill_cli.top.watch import watch
 from tokenmill_client import Unavailable
-from tokenmill_client.records import Executor, Lane, LaneLoad, LatencyHistogram, Load, RequestInfo, RequestState, Usage
+from tokenmill_client.admin_records import Executor, LaneLoad, LatencyHistogram, Load
+from tokenmill_client.records import Lane, RequestInfo, RequestState, Usage
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 BOUNDS = (0.01, 0.1, 1.0)
