@@ -11,9 +11,10 @@ import grpc
 from tokenmill.inference.v1 import inference_pb2_grpc
 
 from tokenmill_client.admin import AsyncAdmin
+from tokenmill_client.call import StreamCall
 from tokenmill_client.errors import Unavailable
 from tokenmill_client.identity import new_request_id
-from tokenmill_client.multiplex import Multiplexer, StreamCall
+from tokenmill_client.multiplex import Multiplexer
 from tokenmill_client.options import GenerateOptions, OutputForm, PromptForms, SubmitOptions
 from tokenmill_client.progress import Progress
 from tokenmill_client.records import Cancellation, Model, RequestSnapshot, Submitted, Tokenized

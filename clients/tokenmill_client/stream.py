@@ -13,8 +13,8 @@ from typing import Self
 
 import grpc
 
+from tokenmill_client.call import StreamCall
 from tokenmill_client.errors import DeadlineExceeded, NoSecureConnection, StreamLost, TokenmillError, Unavailable, from_finished
-from tokenmill_client.multiplex import StreamCall
 from tokenmill_client.progress import Progress, total_usage
 from tokenmill_client.records import Delta, Output, StreamEvent, Usage
 from tokenmill_client.retry import Backoff

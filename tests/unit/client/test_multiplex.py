@@ -16,7 +16,8 @@ import grpc
 import pytest
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from tokenmill_client import AsyncClient, RetryPolicy, multiplex
+from tokenmill_client import AsyncClient, RetryPolicy, line, multiplex
+from tokenmill_client.call import END, StreamCall
 from tokenmill_client.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -26,7 +27,8 @@ from tokenmill_client.errors import (
     Unavailable,
     from_rpc_error,
 )
-from tokenmill_client.multiplex import END, MAX_LINES, Multiplexer, StreamCall
+from tokenmill_client.exchange import MAX_LINES
+from tokenmill_client.multiplex import Multiplexer
 from tokenmill_client.transport import Transport
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.intake import Intake
@@ -339,7 +341,7 @@ async def test_no_stream_leaves_its_timer_behind(client: AsyncClient, site: Site
 
     def kept(when: float, callback: Any, *arguments: Any, **context: Any) -> asyncio.TimerHandle:
         timer = call_at(when, callback, *arguments, **context)
-        if callback is multiplex._expire:
+        if callback is line._expire:
             timers.append(timer)
         return timer
 
@@ -405,7 +407,7 @@ async def test_a_client_that_nobody_holds_leaves_no_call_open(site: Site) -> Non
 async def test_calls_with_room_are_filled_before_another_is_opened(
     client: AsyncClient, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenmill_client.multiplex.MAX_LINES", 2)
+    monkeypatch.setattr("tokenmill_client.exchange.MAX_LINES", 2)
     for turn in range(4):
         streams = [await opened(client, site, f"r{turn}{number}") for number in range(3)]
         for number, stream in enumerate(streams):
@@ -417,7 +419,7 @@ async def test_calls_with_room_are_filled_before_another_is_opened(
 async def test_a_call_whose_numbers_are_used_up_is_followed_by_another(
     client: AsyncClient, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenmill_client.multiplex._LAST_NUMBER", 2)
+    monkeypatch.setattr("tokenmill_client.exchange._LAST_NUMBER", 2)
     streams = [await opened(client, site, f"r{number}") for number in range(3)]
     for number, stream in enumerate(streams):
         site.desk.produce(f"r{number}", 7)

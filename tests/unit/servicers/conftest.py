@@ -15,7 +15,8 @@ from tokenmill.inference.v1.inference_pb2_grpc import (
     InferenceServiceStub,
     add_InferenceServiceServicer_to_server,
 )
-from tokenmill_client.multiplex import Multiplexer, StreamCall
+from tokenmill_client.call import StreamCall
+from tokenmill_client.multiplex import Multiplexer
 from tokenmill_client.retry import RetryPolicy
 from tokenmill_client.transport import Transport
 from tokenmill_scheduler.desk.records import ServedModel
