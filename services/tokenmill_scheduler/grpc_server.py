@@ -15,6 +15,7 @@ from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.auth import AuthInterceptor
 from tokenmill_scheduler.servicers.errors import ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
+from tokenmill_scheduler.servicers.sizes import received_bytes
 
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -26,10 +27,10 @@ MAX_PENDING_CALLS = 10_000
 def new_server(access: Access, refused: Callable[[str], None], max_message_bytes: int) -> grpc.aio.Server:
     """Without services yet; `refused` is told the reason of each submit that fails before it is accepted."""
     return grpc.aio.server(
-        interceptors=[ErrorInterceptor(refused), AuthInterceptor(access)],
+        interceptors=[ErrorInterceptor(refused, max_message_bytes), AuthInterceptor(access)],
         options=[
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
+            # What is sent has none: the limit is of what is taken, and clients have theirs.
+            ("grpc.max_receive_message_length", received_bytes(max_message_bytes)),
             # Of a burst of more calls than this that wait to be taken, gRPC cancels some at random; its default is 1,000.
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),

@@ -116,7 +116,7 @@ class SchedulerServer:
         self._stopping = False
         refused = self.loop.metrics.refuse
         intake = Intake(self.service, max_prompt_tokens=settings.max_prompt_tokens)
-        self._inference = InferenceServicer(self.service, intake, refused)
+        self._inference = InferenceServicer(self.service, intake, refused, settings.max_message_bytes)
         self._server = new_server(self.access, refused, settings.max_message_bytes)
         add_services(self._server, self._inference, AdminServicer(self.service, self.operators), self._health.servicer)
         self._tasks: list[asyncio.Task[None]] = []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, NoReturn, Protocol
 
@@ -20,8 +21,10 @@ from grpc_status import rpc_status
 
 from tokenmill_scheduler.desk import errors
 from tokenmill_scheduler.intake import InvalidArgument
+from tokenmill_scheduler.intake.violations import Violation
 from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
 from tokenmill_scheduler.servicers import auth
+from tokenmill_scheduler.servicers.sizes import MessageTooLarge, check_size
 
 DOMAIN = "tokenmill"
 _LEDGER_RETRY_S = 1.0
@@ -36,6 +39,7 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
     errors.UnknownModel: (code_pb2.NOT_FOUND, "UNKNOWN_MODEL"),
     errors.QueueFull: (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     errors.TenantLimit: (code_pb2.RESOURCE_EXHAUSTED, "TENANT_LIMIT"),
+    MessageTooLarge: (code_pb2.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
     errors.Overloaded: (code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED"),
     errors.Unavailable: (code_pb2.UNAVAILABLE, "UNAVAILABLE"),
     errors.IndexAhead: (code_pb2.OUT_OF_RANGE, "INDEX_AHEAD"),
@@ -48,13 +52,15 @@ _REASONS: dict[type[Exception], tuple[int, str]] = {
 
 # What a submit can be refused for.
 SUBMIT_REFUSALS = (
-    "INVALID_ARGUMENT", "UNKNOWN_MODEL", "REQUEST_EXISTS", "QUEUE_FULL", "TENANT_LIMIT", "OVERLOADED", "UNAVAILABLE",
-    "UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL",
+    "INVALID_ARGUMENT", "MESSAGE_TOO_LARGE", "UNKNOWN_MODEL", "REQUEST_EXISTS", "QUEUE_FULL", "TENANT_LIMIT", "OVERLOADED",
+    "UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL",
 )  # fmt: skip
 
 log = structlog.get_logger(__name__)
 
 Failed = Callable[[Exception], None]
+# A request that was not taken, in its place.
+Unreadable = InvalidArgument | MessageTooLarge
 
 
 class Context(Protocol):
@@ -68,11 +74,13 @@ class Context(Protocol):
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """For tokenmill's own services; health and reflection pass untouched.
 
-    `refused` is told the reason of each submit that fails before it is accepted.
+    `refused` is told the reason of each submit that fails before it is accepted. A request of more than `max_message_bytes` is
+    refused; of a stream of requests it is for the servicer to see which one that is.
     """
 
-    def __init__(self, refused: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(self, refused: Callable[[str], None] = lambda reason: None, max_message_bytes: int = sys.maxsize) -> None:
         self._refused = refused
+        self._max_message_bytes = max_message_bytes
 
     async def intercept_service(
         self,
@@ -83,8 +91,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         method = handler_call_details.method
         if handler is None or not method.startswith("/tokenmill."):
             return handler  # type: ignore[no-any-return]
-        decode = handler.request_deserializer
-        codecs = {"request_deserializer": decode and _decoding(decode), "response_serializer": handler.response_serializer}
+        decode, max_bytes = handler.request_deserializer, sys.maxsize if handler.request_streaming else self._max_message_bytes
+        codecs = {
+            "request_deserializer": decode and _decoding(decode, max_bytes),
+            "response_serializer": handler.response_serializer,
+        }
         failed = self._submit_failed if method in _SUBMITS else _ignore
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method, failed), **codecs)
@@ -123,7 +134,9 @@ def status_of(error: Exception) -> status_pb2.Status | None:
     metadata = {"limit": error.limit} if isinstance(error, errors.Refused) else {}
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
     if isinstance(error, InvalidArgument):
-        status.details.add().Pack(_bad_request(error))
+        status.details.add().Pack(_bad_request(error.violations))
+    if isinstance(error, MessageTooLarge):
+        status.details.add().Pack(_bad_request([Violation(error.field, error.description)]))
     if isinstance(error, errors.Refused | errors.Unavailable) and error.retry_delay_s is not None:
         status.details.add().Pack(_retry_info(error.retry_delay_s))
     return status
@@ -143,26 +156,30 @@ def _known(error: Exception) -> tuple[int, str]:
     return _REASONS.get(type(_as_told(error)), (code_pb2.INTERNAL, ""))
 
 
-def _decoding(decode: Callable[[bytes], Message]) -> Callable[[bytes], Message | InvalidArgument]:
-    """What cannot be decoded reaches the guard as an error; gRPC would answer in the decoder's words, as if it were our fault."""
+def _decoding(decode: Callable[[bytes], Message], max_bytes: int) -> Callable[[bytes], Message | Unreadable]:
+    """What cannot be read reaches the guard as an error; gRPC would answer in the decoder's words, as if it were our fault."""
 
-    def decoded(data: bytes) -> Message | InvalidArgument:
+    def decoded(data: bytes) -> Message | Unreadable:
         try:
-            return decode(data)
+            message = decode(data)
+            check_size(message, len(data), max_bytes)
         except DecodeError:
             return InvalidArgument.of("message", "it cannot be decoded as the protocol has it")
+        except MessageTooLarge as error:
+            return error
+        return message
 
     return decoded
 
 
 def _reading(
     behaviour: Callable[[AsyncIterator[Message], Context], AsyncIterator[Message]],
-) -> Callable[[AsyncIterator[Message | InvalidArgument], Context], AsyncIterator[Message]]:
-    """Raises what could not be decoded where the behaviour reads it."""
+) -> Callable[[AsyncIterator[Message | Unreadable], Context], AsyncIterator[Message]]:
+    """Raises what could not be read where the behaviour reads it."""
 
-    async def checked(requests: AsyncIterator[Message | InvalidArgument]) -> AsyncIterator[Message]:
+    async def checked(requests: AsyncIterator[Message | Unreadable]) -> AsyncIterator[Message]:
         async for request in requests:
-            if isinstance(request, InvalidArgument):
+            if isinstance(request, Unreadable):
                 raise request
             yield request
 
@@ -171,10 +188,10 @@ def _reading(
 
 def _guard_unary(
     behaviour: Callable[[Message, Context], Awaitable[Message]], method: str, failed: Failed
-) -> Callable[[Message | InvalidArgument, Context], Awaitable[Message]]:
-    async def guarded(request: Message | InvalidArgument, context: Context) -> Message:
+) -> Callable[[Message | Unreadable, Context], Awaitable[Message]]:
+    async def guarded(request: Message | Unreadable, context: Context) -> Message:
         try:
-            if isinstance(request, InvalidArgument):
+            if isinstance(request, Unreadable):
                 raise request
             return await behaviour(request, context)
         except Exception as error:
@@ -192,7 +209,7 @@ def _guard_stream(
     async def guarded(request: Any, context: Context) -> None:
         accepted = False
         try:
-            if isinstance(request, InvalidArgument):
+            if isinstance(request, Unreadable):
                 raise request
             async with aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]  # they are generators
                 async for response in responses:
@@ -230,9 +247,9 @@ def _internal(error: Exception, method: str) -> status_pb2.Status:
     return status
 
 
-def _bad_request(error: InvalidArgument) -> error_details_pb2.BadRequest:
+def _bad_request(violations: Iterable[Violation]) -> error_details_pb2.BadRequest:
     details = error_details_pb2.BadRequest()
-    for violation in error.violations:
+    for violation in violations:
         details.field_violations.add(field=violation.field, description=violation.description)
     return details
 

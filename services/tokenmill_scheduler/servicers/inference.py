@@ -8,6 +8,7 @@ know: the core, the ledger, executors.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from tokenmill_scheduler.servicers.choices import R, relay_best, relay_choices, 
 from tokenmill_scheduler.servicers.errors import reason_of, told_of
 from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
 from tokenmill_scheduler.servicers.multiplex import CallEvent, Multiplexed
+from tokenmill_scheduler.servicers.sizes import check_size
 from tokenmill_scheduler.servicers.snapshots import Snapshots
 from tokenmill_scheduler.text.stream import TextStream
 
@@ -38,12 +40,21 @@ _RETRY_S = 1.0
 
 
 class InferenceServicer(InferenceServiceServicer):
-    def __init__(self, desk: Desk, intake: Intake, refused: Callable[[str], None] = lambda reason: None) -> None:
-        """`refused` is told the reason of each submit by Multiplex that fails; of other calls `ErrorInterceptor` sees it."""
+    def __init__(
+        self,
+        desk: Desk,
+        intake: Intake,
+        refused: Callable[[str], None] = lambda reason: None,
+        max_message_bytes: int = sys.maxsize,
+    ) -> None:
+        """For Multiplex alone: `refused` is told the reason of each submit that fails, and a request of more than
+        `max_message_bytes` is refused. Of other calls `ErrorInterceptor` sees to both.
+        """
         self._desk = desk
         self._intake = intake
         self._snapshots = Snapshots(desk, self._text_of)
         self._refused = refused
+        self._max_message_bytes = max_message_bytes
         self._multiplexed: set[Multiplexed] = set()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -95,6 +106,8 @@ class InferenceServicer(InferenceServiceServicer):
         await asyncio.gather(*[multiplexed.close(reason) for multiplexed in tuple(self._multiplexed)])
 
     def _begin(self, request: pb.MultiplexRequest, new: Callable[[], CallEvent]) -> AsyncGenerator[CallEvent, None]:
+        opening = request.generate if request.WhichOneof("action") == "generate" else request.attach
+        check_size(opening, opening.ByteSize(), self._max_message_bytes)
         if request.WhichOneof("action") == "generate":
             return self._generate(request.generate, new)
         return self._take_up(request.attach, new)

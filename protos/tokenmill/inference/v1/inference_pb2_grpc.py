@@ -103,7 +103,8 @@ class InferenceServiceServicer:
     def Multiplex(self, request_iterator, context):
         """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
         comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
-        Read while you send: nothing more is taken while messages wait behind the one that is under way.
+        Read while you send: nothing more is taken while messages wait behind the one that is under way. A request of more than 1 MiB is to
+        be given a stream of its own: one that is over the server's limit ends the stream that it comes by.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

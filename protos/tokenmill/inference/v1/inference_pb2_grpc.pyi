@@ -40,7 +40,8 @@ class InferenceServiceStub:
     Multiplex: _grpc.StreamStreamMultiCallable[_inference_pb2.MultiplexRequest, _inference_pb2.MultiplexResponse]
     """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
     comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
-    Read while you send: nothing more is taken while messages wait behind the one that is under way.
+    Read while you send: nothing more is taken while messages wait behind the one that is under way. A request of more than 1 MiB is to
+    be given a stream of its own: one that is over the server's limit ends the stream that it comes by.
     """
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
@@ -60,7 +61,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Multiplex: _aio.StreamStreamMultiCallable[_inference_pb2.MultiplexRequest, _inference_pb2.MultiplexResponse]  # type: ignore[assignment]
     """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
     comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
-    Read while you send: nothing more is taken while messages wait behind the one that is under way.
+    Read while you send: nothing more is taken while messages wait behind the one that is under way. A request of more than 1 MiB is to
+    be given a stream of its own: one that is over the server's limit ends the stream that it comes by.
     """
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
@@ -101,7 +103,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.MultiplexResponse], _abc.AsyncIterator[_inference_pb2.MultiplexResponse]]:
         """Any number of Generate and Attach calls over one stream, for a client that keeps many open: what a commit brings to all of them
         comes in one message. A call's events, errors and end are those of a stream of its own. Dropping the stream drops every call.
-        Read while you send: nothing more is taken while messages wait behind the one that is under way.
+        Read while you send: nothing more is taken while messages wait behind the one that is under way. A request of more than 1 MiB is to
+        be given a stream of its own: one that is over the server's limit ends the stream that it comes by.
         """
 
     @_abc_1.abstractmethod
