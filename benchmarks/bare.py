@@ -11,6 +11,8 @@ from tokenmill_executor.records import Admission, Plan, Result, SequenceFinish
 from tokenmill_executor.runner import SamplingParams
 
 TOKEN_BUDGET = 512
+# Of a plan that only decodes; as good as any larger number.
+MOST_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,10 @@ class Job:
 
 
 class BareLoop:
-    """One step after the other, where blocks are plenty. A job's number is its sequence id."""
+    """One plan after the other, where blocks are plenty: of one step, or of as many decodes as end no job.
+
+    A job's number is its sequence id.
+    """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], slots: int) -> None:
         self._engine = engine
@@ -30,7 +35,9 @@ class BareLoop:
         # Of each running sequence, the prompt tokens that are neither computed nor cached.
         self._left: dict[int, int] = {}
         self._outputs: list[list[int]] = [[] for _ in jobs]
+        self._max_tokens = [job.max_tokens for job in jobs]
         self._plans = 0
+        self._steps = 0
 
     def run(self) -> list[list[int]]:
         """The output of each job. Raises RuntimeError for one that the engine cannot run."""
@@ -40,7 +47,7 @@ class BareLoop:
 
     @property
     def steps(self) -> int:
-        return self._plans
+        return self._steps
 
     def _plan(self) -> Plan:
         admissions: list[Admission] = []
@@ -57,12 +64,17 @@ class BareLoop:
             budget -= chunk if left else 0
             if chunk:
                 most[number] = chunk
+        steps = 1
+        if not any(self._left.values()):
+            steps = min(MOST_STEPS, *(self._max_tokens[number] - len(self._outputs[number]) for number in most))
+            most = dict.fromkeys(most, steps)
         self._plans += 1
-        return Plan(1, self._plans, (), admissions, tuple(most), tuple(most.values()))
+        return Plan(1, self._plans, (), admissions, tuple(most), tuple(most.values()), steps)
 
     def _take(self, result: Result) -> None:
         if result.faults:
             raise RuntimeError(f"the engine cannot run sequence {result.faults[0].sequence_id}: {result.faults[0].detail}")
+        self._steps += result.num_steps
         tokens = iter(result.token_ids)
         cached = result.num_cached or [0] * len(result.sequence_ids)
         for row, number in enumerate(result.sequence_ids):

@@ -75,6 +75,12 @@ class BlockTable:
             blocks += row[:start] + row[end:]
         return blocks
 
+    def cut(self, count: int) -> list[int]:
+        """Gives up the blocks behind the first `count` of each group, none of which a window has left behind; returns them."""
+        given_up: list[int] = self._rows[:, count : self.count].ravel().tolist()
+        self.count = min(count, self.count)
+        return given_up
+
     def clear(self) -> list[int]:
         """Empties the table and returns what it held."""
         held = self.held()
@@ -176,6 +182,12 @@ class BlockPool:
         if missing <= 0:
             return
         table.extend(self._take(missing))
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Takes back what `table` has beyond the first `num_tokens` positions, to which nothing was written."""
+        if table.count * self.block_size - num_tokens >= self.block_size:
+            for block in reversed(table.cut(-(-num_tokens // self.block_size))):
+                self._let_go(block)
 
     def _take(self, count: int) -> list[int]:
         """Free ones first, whatever is cached is worth more; then those that have been of no use for longest."""

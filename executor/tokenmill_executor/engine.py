@@ -14,10 +14,11 @@ from tokenmill_executor.batch import Advance, build_batch
 from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.columns import Columns
 from tokenmill_executor.host_tier import HostTier
+from tokenmill_executor.interrupt import Interrupt
 from tokenmill_executor.parts import Part, compute_in_parts
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
-from tokenmill_executor.runner import Runner
+from tokenmill_executor.runner import Runner, StepOutput
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
 
 # Known sequences beyond those of one step: a scheduler admits what it soon advances, so more than this is its mistake.
@@ -48,8 +49,8 @@ class Engine:
         self._clock = clock
         self._hasher = hasher
 
-    def carry_out(self, plan: Plan, awaited: Callable[[], bool] = lambda: False) -> Result:
-        """One step, and further ones as far as the plan allows, until the engine is `awaited` for something else.
+    def carry_out(self, plan: Plan, interrupt: Interrupt | None = None) -> Result:
+        """One step, and further ones as far as the plan allows, until the `interrupt` asks for no more.
 
         What is wrong with a single sequence is a fault in the result. Raises only DeviceLost, after which nothing can be carried
         out, and for a mistake of this executor.
@@ -59,9 +60,10 @@ class Engine:
         self._release(plan.release)
         self._admit(plan.admit, columns.faults)
         advances = self._reserve(plan, columns.faults)
-        self._take_step(advances, columns)
-        while columns.steps < plan.max_steps and not awaited() and (advances := self._go_on(plan, advances, columns)):
-            self._take_step(advances, columns)
+        interrupt = interrupt or Interrupt()
+        self._take_steps(plan, advances, columns, interrupt)
+        while columns.steps < plan.max_steps and not interrupt.is_asked() and (advances := self._go_on(plan, advances, columns)):
+            self._take_steps(plan, advances, columns, interrupt)
         prepare_s = max(0.0, self._clock() - started_s - columns.forward_s - columns.sample_s)
         return Result(
             epoch=plan.epoch,
@@ -149,8 +151,6 @@ class Engine:
             elif sequence.computed == 0:
                 # All or nothing: what it shares must not stay pinned while it waits.
                 self._pool.release(sequence.table)
-        if self._host is not None:
-            self._host.flush()
         return advances
 
     def _go_on(self, plan: Plan, before: SequenceOf[Advance], columns: Columns) -> list[Advance]:
@@ -220,52 +220,93 @@ class Engine:
         self._pool.allocate(sequence.table, end)
         return True
 
-    def _take_step(self, advances: SequenceOf[Advance], columns: Columns) -> None:
-        for part in compute_in_parts(self._step, advances):
-            columns.forward_s += part.output.forward_s
-            columns.sample_s += part.output.sample_s
+    def _take_steps(self, plan: Plan, advances: SequenceOf[Advance], columns: Columns, interrupt: Interrupt) -> None:
+        """One, or as many as all of `advances` can take one after another."""
+        most = self._reserve_ahead(plan, advances, columns)
+        if self._host is not None:
+            # What was evicted for the blocks that these steps write to moves away before.
+            self._host.flush()
+        taken = 1
+        for part in compute_in_parts(lambda some, most: self._compute(some, most, interrupt), advances, most):
+            for output in part.outputs:
+                columns.forward_s += output.forward_s
+                columns.sample_s += output.sample_s
+            taken = max(taken, len(part.outputs))
             self._collect(part, columns)
-        columns.steps += 1
+        columns.steps += taken
 
-    def _step(self, advances: SequenceOf[Advance]) -> Part:
+    def _reserve_ahead(self, plan: Plan, advances: SequenceOf[Advance], columns: Columns) -> int:
+        """Steps that all can take together, the next one among them, and takes the blocks that these write to.
+
+        More than one only where all decode, and only as many as end no sequence before the last.
+        """
+        most = plan.max_steps - columns.steps
+        for advance in advances:
+            entry, sequence = advance.entry, advance.sequence
+            if most <= 1 or advance.start != len(sequence.token_ids) - 1:
+                return 1
+            most = min(most, plan.advance_max_tokens[entry] - columns.num_computed[entry], sequence.tokens_left)
+        for place, advance in enumerate(advances):
+            table, end = advance.sequence.table, advance.end + most - 1
+            if not self._pool.can_allocate(table, end):
+                for earlier in advances[:place]:
+                    self._pool.trim(earlier.sequence.table, earlier.end)
+                return 1
+            self._pool.allocate(table, end)
+        return most
+
+    def _compute(self, advances: SequenceOf[Advance], most: int, interrupt: Interrupt) -> Part:
         batch = build_batch(advances, self._pool.block_size, self._pool.num_groups)
-        output = self._runner.step(batch)
+        outputs = [self._runner.step(batch)] if most == 1 else self._runner.steps(batch, most, interrupt)
         # Only steps that are mostly chunks tell what a token more costs: decodes take their time whether they are few or many.
         if self._host is not None and len(batch.token_ids) >= 2 * len(batch.context_lens):
-            self._host.computed(len(batch.token_ids), output.forward_s)
-        return Part(advances, batch.sample_rows.tolist(), output)
+            self._host.computed(len(batch.token_ids), outputs[0].forward_s)
+        return Part(advances, batch.sample_rows.tolist(), outputs)
 
     def _collect(self, part: Part, columns: Columns) -> None:
         if part.error:
             self._fail(part.advances[0].sequence, SequenceFault.ERROR, part.error, columns.faults)
             return
-        output = part.output
-        failed = {part.sample_rows[index] for index in output.errors}
+        samples = dict(zip(part.sample_rows, range(len(part.sample_rows)), strict=True))
         for row, advance in enumerate(part.advances):
-            # What a sequence at fault has computed is not to be trusted, least of all by others.
-            if row not in failed:
-                self._keep(advance, columns)
-        for index, (row, token_id) in enumerate(zip(part.sample_rows, output.token_ids, strict=True)):
-            advance = part.advances[row]
-            if row in failed:
-                self._fail(advance.sequence, SequenceFault.ERROR, output.errors[index], columns.faults)
-                continue
-            columns.sampled(advance.entry, token_id, output.logprobs.get(index))
-            finish = advance.sequence.append(token_id)
-            if finish is not SequenceFinish.NONE:
-                columns.finishes[advance.entry] = finish
-                self._drop(advance.sequence)
+            if row in samples:
+                self._collect_tokens(advance, samples[row], part.outputs, columns)
+            else:
+                self._keep(advance, advance.end, columns)
 
-    def _keep(self, advance: Advance, columns: Columns) -> None:
-        """What was computed counts from now on."""
+    def _collect_tokens(self, advance: Advance, sample: int, outputs: SequenceOf[StepOutput], columns: Columns) -> None:
+        """Of a sequence that is the runner's `sample`, up to its end: what later steps say of it means nothing."""
+        sequence, end, finish, error = advance.sequence, advance.end, SequenceFinish.NONE, None
+        computed = advance.start
+        for output in outputs:
+            error = output.errors.get(sample)
+            if error is not None:
+                break
+            computed, end = end, end + 1
+            columns.sampled(advance.entry, output.token_ids[sample], output.logprobs.get(sample))
+            finish = sequence.append(output.token_ids[sample])
+            if finish is not SequenceFinish.NONE:
+                break
+        # What a sequence at fault has computed is not to be trusted, least of all by others.
+        if computed > advance.start:
+            self._keep(advance, computed, columns)
+        if error is not None:
+            self._fail(sequence, SequenceFault.ERROR, error, columns.faults)
+        elif finish is not SequenceFinish.NONE:
+            columns.finishes[advance.entry] = finish
+            self._drop(sequence)
+
+    def _keep(self, advance: Advance, end: int, columns: Columns) -> None:
+        """What was computed, up to position `end`, counts from now on, and blocks that were taken for more go back."""
         sequence = advance.sequence
         columns.num_cached[advance.entry] += advance.start - sequence.computed
-        columns.num_computed[advance.entry] += advance.end - advance.start
-        sequence.computed = advance.end
-        self._store_blocks(sequence, advance.start, advance.end)
+        columns.num_computed[advance.entry] += end - advance.start
+        sequence.computed = end
+        self._pool.trim(sequence.table, end)
+        self._store_blocks(sequence, advance.start, end)
         # Plans are carried out one after another: the next one begins here, and nothing that runs sees what lies behind.
         if self._pool.slides:
-            self._pool.slide(sequence.table, sequence.computed)
+            self._pool.slide(sequence.table, end)
 
     def _store_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Indexes the blocks that computing positions `start` to `end` - 1 has filled."""

@@ -16,6 +16,7 @@ import structlog
 from prometheus_client import Metric
 
 from tokenmill_executor.engine import Engine
+from tokenmill_executor.interrupt import Interrupt
 from tokenmill_executor.metrics import Metrics, Offload
 from tokenmill_executor.records import Plan, Result, Standing
 from tokenmill_executor.runner import DeviceLost
@@ -46,9 +47,8 @@ class EngineThread:
         self._check_after_s = check_after_s
         self._check: asyncio.TimerHandle | None = None
         self._plans_begun = 0
-        # Jobs that cut the plan ahead of them short, counted on the event loop's thread, and on the engine's.
-        self._cuts_queued = 0
-        self._cuts_begun = 0
+        # By jobs that cut the plan ahead of them short.
+        self._interrupt = Interrupt()
         self._closing = False
 
     @property
@@ -60,16 +60,14 @@ class EngineThread:
 
         `cuts`: a plan in progress begins no further step, so that the job's turn comes sooner.
         """
-        self._cuts_queued += cuts
+        if cuts:
+            self._interrupt.ask()
         return asyncio.get_running_loop().run_in_executor(self._pool, self._begin, job, cuts)
 
     def _begin(self, job: Callable[[], T], cuts: bool) -> T:
-        self._cuts_begun += cuts
+        if cuts:
+            self._interrupt.heed()
         return job()
-
-    def _is_awaited(self) -> bool:
-        """Whether a job waits that the one in progress is to be cut short for."""
-        return self._cuts_queued != self._cuts_begun
 
     async def load(self, make_engine: Callable[[], Engine]) -> None:
         """Makes the engine on its own thread, so that the event loop goes on and a device context has one owner."""
@@ -158,7 +156,7 @@ class EngineThread:
         # A plan that came before the last one ended did not find the engine idle.
         times = ServiceTimes(queue_s=started_s - arrived_s, idle_s=max(0.0, arrived_s - self._idle_since_s))
         try:
-            result = self._engine.carry_out(plan, self._is_awaited)
+            result = self._engine.carry_out(plan, self._interrupt)
         except DeviceLost as error:
             self._lost = error
             raise

@@ -1,4 +1,4 @@
-"""A step computed in one pass of the runner, or, when that raises, in parts that tell the sequences at fault from the others.
+"""Steps computed in one call of the runner, or, when that raises, one step in parts that tell sequences at fault from the others.
 
 Must not know: blocks, plans, what a pass does.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -21,28 +21,29 @@ _DETAIL_CHARS = 500
 
 @dataclass(slots=True)
 class Part:
-    """Some of a step's sequences, computed together: the output of the runner, or why the only one of them failed."""
+    """Some sequences, computed together: the runner's output of each step, or why the only one of them failed."""
 
     advances: SequenceOf[Advance]
     sample_rows: SequenceOf[int] = ()
-    output: StepOutput = field(default_factory=lambda: StepOutput([]))
+    outputs: SequenceOf[StepOutput] = ()
     error: str = ""
 
 
-Compute = Callable[[SequenceOf[Advance]], Part]
+# With the most steps that may be taken.
+Compute = Callable[[SequenceOf[Advance], int], Part]
 
 
-def compute_in_parts(compute: Compute, advances: SequenceOf[Advance]) -> list[Part]:
-    """One pass; if it raises, further ones. Raises DeviceLost alone, after which no pass is of use."""
+def compute_in_parts(compute: Compute, advances: SequenceOf[Advance], most: int) -> list[Part]:
+    """One call; if it raises, further ones of a step each. Raises DeviceLost alone, after which no call is of use."""
     if not advances:
         return []
     try:
-        return [compute(advances)]
+        return [compute(advances, most)]
     except DeviceLost:
         raise
     except Exception as error:
-        log.warning("step failed", num_seqs=len(advances), exc_info=error)
-        return _search(compute, advances, error)
+        log.warning("step failed", num_seqs=len(advances), most_steps=most, exc_info=error)
+        return _search(compute, advances, error) if most == 1 else compute_in_parts(compute, advances, 1)
 
 
 def _search(compute: Compute, advances: SequenceOf[Advance], error: Exception) -> list[Part]:
@@ -56,7 +57,7 @@ def _search(compute: Compute, advances: SequenceOf[Advance], error: Exception) -
     parts: list[Part] = []
     for half in (advances[:middle], advances[middle:]):
         try:
-            parts.append(compute(half))
+            parts.append(compute(half, 1))
         except DeviceLost:
             raise
         except Exception as half_error:

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenmill_executor.interrupt import Interrupt
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -71,12 +73,14 @@ class SamplingInput:
 
     The token sampled now gets index `len(token_ids)` in the sequence: the position that keys its random numbers. The same object
     comes at every step of one admission, its `token_ids` grown; `memo` is the runner's own, to keep what it derives from it.
+    `ends` are the tokens that end the sequence.
     """
 
     sequence_id: int
     token_ids: SequenceOf[int]
     num_prompt_tokens: int
     params: SamplingParams
+    ends: frozenset[int] = frozenset()
     memo: object = None
 
 
@@ -90,8 +94,8 @@ class Batch:
     - slots: [G, T], where the K and V of each token go in each group: block * block_size + offset in the block.
     - query_starts: [S + 1], sequence s owns tokens query_starts[s] to query_starts[s + 1] - 1.
     - context_lens: [S], tokens of each sequence that are in the cache after this step (its last position + 1).
-    - block_tables: [G, S, B], block of each run of block_size positions; entries beyond a sequence's context are 0, and so are
-      those that a group's window has left behind.
+    - block_tables: [G, S, B], block of each run of block_size positions; entries beyond a sequence's context (for `Runner.steps`,
+      that of the last step) are 0, and so are those that a group's window has left behind.
     - sample_rows: indices into S of those that reach the end of their known tokens and sample, in order; `samples` describes them.
     """
 
@@ -184,6 +188,14 @@ class Runner(Protocol):
         Raises DeviceLost, after which nothing else is called. Else raises what torch raises: this batch's slots then hold nothing
         of use, those of earlier steps are as they were, and the engine calls again with parts of the batch to find the sequence at
         fault.
+        """
+
+    def steps(self, batch: Batch, most: int, interrupt: Interrupt) -> list[StepOutput]:
+        """As `step`, and then up to `most` steps in all, each of the tokens that the one before has sampled; raises alike.
+
+        With `most` above 1 all of the batch are decodes that sample, and block tables reach to the last position of all steps.
+        Fewer steps are always allowed, and none begins once it is known that a sequence has ended by one of its `ends`, that one
+        cannot be sampled, or that `interrupt` is asked. Of a sequence that is over, what later steps tell means nothing.
         """
 
     def tokenizer_files(self) -> dict[str, bytes]:

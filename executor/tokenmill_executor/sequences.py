@@ -32,7 +32,7 @@ class Sequence:
     names a sequence that has the same prompt; 0: none.
     """
 
-    __slots__ = ("_end_len", "_stops", "computed", "digests", "fork_of", "root", "sampling", "sequence_id", "table", "token_ids")
+    __slots__ = ("_end_len", "computed", "digests", "fork_of", "root", "sampling", "sequence_id", "table", "token_ids")
 
     def __init__(self, admission: Admission, limits: Limits, table: BlockTable, root: bytes = b"") -> None:
         params = admission.params
@@ -43,15 +43,20 @@ class Sequence:
         self.root = root
         self.fork_of = admission.fork_of
         self.digests: list[bytes] = []
+        ends = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else limits.eos_token_ids)
         # Shares the list `token_ids`, so one object serves every step.
-        self.sampling = SamplingInput(self.sequence_id, self.token_ids, admission.num_prompt_tokens, params)
-        self._stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else limits.eos_token_ids)
+        self.sampling = SamplingInput(self.sequence_id, self.token_ids, admission.num_prompt_tokens, params, ends)
         self._end_len = min(admission.num_prompt_tokens + params.max_tokens, limits.max_model_len)
+
+    @property
+    def tokens_left(self) -> int:
+        """Most that it samples until it ends."""
+        return self._end_len - len(self.token_ids)
 
     def append(self, token_id: int) -> SequenceFinish:
         """Takes a sampled token, and says whether the sequence ends with it. A stop token in the last place counts as STOP."""
         self.token_ids.append(token_id)
-        if token_id in self._stops:
+        if token_id in self.sampling.ends:
             return SequenceFinish.STOP
         return SequenceFinish.LENGTH if len(self.token_ids) >= self._end_len else SequenceFinish.NONE
 

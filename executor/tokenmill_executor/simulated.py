@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenmill_executor.interrupt import Interrupt
 from tokenmill_executor.runner import (
     ONE_GROUP,
     Batch,
@@ -146,6 +147,10 @@ class SimulatedRunner:
             index: _certain(token_ids[index]) for index, sample in enumerate(batch.samples) if sample.params.logprobs is not None
         }
         return StepOutput(token_ids, logprobs, forward_s=time.perf_counter() - started_s)
+
+    def steps(self, batch: Batch, most: int, interrupt: Interrupt) -> list[StepOutput]:
+        """One of them: there is nothing to win by more."""
+        return [self.step(batch)]
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return tokenizer_files()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from tokenmill_executor.interrupt import Interrupt
 from tokenmill_executor.runner import (
     ONE_GROUP,
     Batch,
@@ -32,6 +33,10 @@ NOT_A_NUMBER = 999
 def oracle_token(context: Sequence[int]) -> int:
     """The token after `context`: never EOS, never one of the two bad tokens."""
     return 1 + zlib.crc32(np.asarray(context, dtype=np.int64).tobytes()) % 900
+
+
+def _ended(batch: Batch, output: StepOutput) -> bool:
+    return any(token in sample.ends for sample, token in zip(batch.samples, output.token_ids, strict=True))
 
 
 @dataclass
@@ -67,7 +72,8 @@ class OracleHostMemory:
 class OracleRunner:
     """`script` gives a sequence's output tokens by index instead of the oracle. `gate`, if set, holds each step till it is open.
 
-    Each group of `groups` has its own K and V of every token; of one with a window, what is seen is read and no more.
+    Each group of `groups` has its own K and V of every token; of one with a window, what is seen is read and no more. Asked for
+    several steps it takes at most `steps_at_once`, and hears of an end, an error or an interrupt by so many steps too `late`.
     """
 
     max_model_len: int = 64
@@ -78,6 +84,9 @@ class OracleRunner:
     gate: threading.Event | None = None
     stepping: threading.Event = field(default_factory=threading.Event)
     groups: tuple[BlockGroup, ...] = ONE_GROUP
+    steps_at_once: int = 1
+    late: int = 0
+    on_step: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
         self.description = RunnerDescription("oracle", VOCAB_SIZE, self.max_model_len, (EOS,), "cpu", "float32", self.groups)
@@ -102,9 +111,39 @@ class OracleRunner:
     def tokenizer_files(self) -> dict[str, bytes]:
         return {"tokenizer.json": b"{}" * 600_000, "tokenizer_config.json": b"{}"}
 
+    def steps(self, batch: Batch, most: int, interrupt: Interrupt) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        left = min(most, self.steps_at_once)
+        while left:
+            outputs.append(self._step(batch, most))
+            over = outputs[-1].errors or interrupt.is_asked() or _ended(batch, outputs[-1])
+            left = min(left - 1, self.late) if over else left - 1
+            if left:
+                batch = self._next(batch, outputs[-1].token_ids)
+        return outputs
+
     def step(self, batch: Batch) -> StepOutput:
+        return self._step(batch, 1)
+
+    def _next(self, batch: Batch, sampled: list[int]) -> Batch:
+        positions = batch.positions + np.int32(1)
+        blocks = np.take_along_axis(batch.block_tables, (positions // self._block_size)[None, :, None], axis=2)[..., 0]
+        samples = [
+            replace(sample, token_ids=[*sample.token_ids, token]) for sample, token in zip(batch.samples, sampled, strict=True)
+        ]
+        return replace(
+            batch,
+            token_ids=np.array(sampled, dtype=np.int32),
+            positions=positions,
+            slots=(blocks * self._block_size + positions % self._block_size).astype(np.int32),
+            context_lens=batch.context_lens + np.int32(1),
+            samples=samples,
+        )
+
+    def _step(self, batch: Batch, most: int) -> StepOutput:
         self.num_steps += 1
         self.stepping.set()
+        self.on_step(self.num_steps)
         if self.gate is not None:
             assert self.gate.wait(60)
         if self.lost:
@@ -112,7 +151,7 @@ class OracleRunner:
         if self.broken:
             raise RuntimeError("the device is gone")
         self._write(batch)
-        seen = [self._read(batch, row) for row in range(len(batch.context_lens))]
+        seen = [self._read(batch, row, most) for row in range(len(batch.context_lens))]
         if any(POISON in tokens.values() for tokens in seen):
             raise RuntimeError("poisoned input")
         output = StepOutput([], forward_s=0.001, sample_s=0.0005)
@@ -142,14 +181,14 @@ class OracleRunner:
             for slot, token, position in zip(group_slots, batch.token_ids.tolist(), batch.positions.tolist(), strict=True):
                 self._cache[slot] = (group, token, position)
 
-    def _read(self, batch: Batch, row: int) -> dict[int, int]:
-        """The tokens that the queries of a row see, by position."""
+    def _read(self, batch: Batch, row: int, most: int) -> dict[int, int]:
+        """The tokens that the queries of a row see, by position; the row's table may reach to the last of `most` steps."""
         seen = {}
         length = int(batch.context_lens[row])
         first = length - int(batch.query_starts[row + 1] - batch.query_starts[row])
         for number, group in enumerate(self.groups):
             table = batch.block_tables[number, row].tolist()
-            assert not any(table[-(-length // self._block_size) :]), "entries beyond the context are not 0"
+            assert not any(table[-(-(length + most - 1) // self._block_size) :]), "entries beyond the context are not 0"
             for position in range(length):
                 if group.sliding_window is not None and group.sinks <= position <= first - group.sliding_window:
                     continue

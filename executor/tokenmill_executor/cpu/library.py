@@ -6,7 +6,8 @@ Must not know: torch, models, files.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_size_t, c_void_p
+from collections.abc import Collection, Sequence
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -104,6 +105,32 @@ def batch_record(batch: Batch) -> BatchRecord:
     return record
 
 
+class Decodes(ctypes.Structure):
+    """`arrays` keeps alive what the pointers point at. Most steps, and what each asks for; see csrc/decode.cpp."""
+
+    _fields_ = (
+        ("most", c_int32),
+        ("unused", c_int32),
+        *((name, c_void_p) for name in ("rows", "columns", "end_starts", "ends", "questions")),
+        ("forward_s", c_double),
+        ("sample_s", c_double),
+    )
+    arrays: list[np.ndarray]
+
+
+def decodes_record(rows: np.ndarray, ends: Sequence[Collection[int]], groups: int, questions: int) -> Decodes:
+    """`rows`, [steps, sequences] of SAMPLE_ROW, is filled in by the kernels. `ends` has the tokens that end each sequence, and
+    `questions` is the address of an `Interrupt`."""
+    steps, sequences = rows.shape
+    starts = np.zeros(sequences + 1, np.int32)
+    np.cumsum([len(tokens) for tokens in ends], out=starts[1:])
+    flat = np.array([token for tokens in ends for token in tokens], np.int32)
+    columns = np.empty((3 + groups, sequences), np.int32)
+    record = Decodes(steps, 0, rows.ctypes.data, columns.ctypes.data, starts.ctypes.data, flat.ctypes.data, questions, 0.0, 0.0)
+    record.arrays = [rows, columns, starts, flat]
+    return record
+
+
 # A row of logits to choose a token from: a pointer to it, what is asked for, and what is filled in.
 SAMPLE_ROW = np.dtype(
     [
@@ -134,14 +161,16 @@ def best_instruction_set(flags: frozenset[str]) -> str | None:
 def load(instruction_set: str) -> ctypes.CDLL:
     """The kernels for one instruction set. Raises OSError where they are not built or cannot be loaded."""
     library = ctypes.CDLL(str(library_path(instruction_set)))
-    library.tm_check.argtypes = [POINTER(Model), POINTER(BatchRecord)]
+    library.tm_check.argtypes = [POINTER(Model), POINTER(BatchRecord), c_int]
     library.tm_check.restype = c_char_p
-    library.tm_workspace_bytes.argtypes = [POINTER(Model), POINTER(BatchRecord)]
+    library.tm_workspace_bytes.argtypes = [POINTER(Model), POINTER(BatchRecord), c_int]
     library.tm_workspace_bytes.restype = c_size_t
     library.tm_kv_head_bytes.argtypes = [c_int, c_int]
     library.tm_kv_head_bytes.restype = c_size_t
     library.tm_step.argtypes = [POINTER(Model), POINTER(BatchRecord), c_void_p, c_void_p]
     library.tm_step.restype = None
+    library.tm_decode.argtypes = [POINTER(Model), POINTER(BatchRecord), POINTER(Decodes), c_void_p, c_void_p, c_void_p]
+    library.tm_decode.restype = c_int
     library.tm_gemm.argtypes = [POINTER(Matrix), c_void_p, c_int, c_int, c_void_p, c_void_p, c_int, c_void_p]
     library.tm_gemm.restype = None
     library.tm_sample_workspace_bytes.argtypes = [c_int, c_int]

@@ -98,22 +98,38 @@ class CpuModel:
 
         Raises ValueError, and leaves the cache as it was, for a batch with an index outside its array.
         """
-        record = library.batch_record(batch)
-        if self._cache is None:
-            raise RuntimeError("allocate has to be called before the first step")
-        wrong = self._library.tm_check(self._record, record)
-        if wrong:
-            raise ValueError(wrong.decode())
-        self._reserve(self._library.tm_workspace_bytes(self._record, record))
-        logits = self._room_for_logits(record.samples)
+        record = self._checked(batch, 0)
+        logits = self.room_for_logits(record.samples)
         self._library.tm_step(self._record, record, self._workspace_pointer, logits.data_ptr())
         return logits
 
-    def _room_for_logits(self, samples: int) -> torch.Tensor:
+    def decode(self, batch: Batch, decodes: library.Decodes, logits: torch.Tensor, sampling_room: int) -> int:
+        """Up to `decodes.most` steps of a batch of decodes that all sample, one of what the other sampled. → how many.
+
+        `logits` are `room_for_logits`, where the rows of `decodes` point to. Raises as `forward`.
+        """
+        record = self._checked(batch, decodes.most - 1)
+        if not record.tokens == record.sequences == record.samples:
+            raise ValueError("a batch of decodes has one token of each sequence, and all sample")
+        taken = self._library.tm_decode(self._record, record, decodes, self._workspace_pointer, logits.data_ptr(), sampling_room)
+        return int(taken)
+
+    def room_for_logits(self, samples: int) -> torch.Tensor:
         """The same memory each time: pages that are new to the process cost a step of many sequences a thirtieth of its time."""
         if samples > self._logits.shape[0]:
             self._logits = torch.empty((2 * samples, self.config.vocab_size), dtype=torch.float32)
         return self._logits.narrow(0, 0, samples)
+
+    def _checked(self, batch: Batch, ahead: int) -> library.BatchRecord:
+        """The batch as the kernels read it, right for so many steps more, and the memory that these take."""
+        record = library.batch_record(batch)
+        if self._cache is None:
+            raise RuntimeError("allocate has to be called before the first step")
+        wrong = self._library.tm_check(self._record, record, ahead)
+        if wrong:
+            raise ValueError(wrong.decode())
+        self._reserve(self._library.tm_workspace_bytes(self._record, record, ahead))
+        return record
 
     def _reserve(self, size_bytes: int) -> None:
         if size_bytes > self._workspace_bytes:

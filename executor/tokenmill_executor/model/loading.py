@@ -10,6 +10,8 @@ import torch
 
 from tokenmill_executor.attention.quantization import KV_CACHE_DTYPES
 from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels, why_not
+from tokenmill_executor.cpu.decodes import CpuDecodes
+from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig, ModelError, with_windows
 from tokenmill_executor.model.cuda import cuda_model
 from tokenmill_executor.model.decoder import Decoder
@@ -75,7 +77,8 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
         block_groups=model.block_groups,
     )
     measure = partial(_cache_bytes, model, device, max_model_len, settings)
-    return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure, sampling_kernels)
+    decodes = CpuDecodes(model, sampling_kernels) if isinstance(model, CpuModel) and sampling_kernels is not None else None
+    return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure, sampling_kernels, decodes)
 
 
 def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, settings: LoadSettings) -> Model:

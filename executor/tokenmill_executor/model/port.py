@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 
+from tokenmill_executor.interrupt import Interrupt
 from tokenmill_executor.model.config import ModelConfig
-from tokenmill_executor.runner import Batch, BlockGroup
+from tokenmill_executor.runner import Batch, BlockGroup, StepOutput
 
 
 class Model(Protocol):
@@ -28,3 +29,10 @@ class Model(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32."""
+
+
+class Decodes(Protocol):
+    """Takes decode steps one after another, each of what the one before has sampled."""
+
+    def steps(self, batch: Batch, most: int, interrupt: Interrupt) -> list[StepOutput]:
+        """As `Runner.steps`, of sequences that only draw (see `sampling.only_draws`). Times and errors are filled in."""

@@ -6,19 +6,24 @@ Must not know: plans, blocks beyond their size, where a model's files come from.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
+from tokenmill_executor.interrupt import Interrupt
 from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, is_lost
 from tokenmill_executor.model.host_memory import TorchHostMemory
-from tokenmill_executor.model.port import Model
+from tokenmill_executor.model.port import Decodes, Model
 from tokenmill_executor.runner import Batch, DeviceLost, HostMemory, RunnerDescription, StepOutput
-from tokenmill_executor.sampling import Sampler, SamplingKernels
+from tokenmill_executor.sampling import Sampler, SamplingKernels, only_draws
 
 
 class TorchRunner:
-    """`measure_memory` gives the bytes for the KV cache; it may run the model, so it is called before `allocate`."""
+    """`measure_memory` gives the bytes for the KV cache; it may run the model, so it is called before `allocate`.
+
+    `decodes` takes several steps where it can; without it each comes back to the engine.
+    """
 
     def __init__(
         self,
@@ -28,10 +33,12 @@ class TorchRunner:
         device: torch.device,
         measure_memory: Callable[[], int],
         sampling_kernels: SamplingKernels | None = None,
+        decodes: Decodes | None = None,
     ) -> None:
         self.description = description
         self._model = model
         self._sampler = Sampler(description.eos_token_ids, sampling_kernels)
+        self._decodes = decodes
         self._tokenizer = dict(tokenizer)
         self._device = device
         self._measure_memory = measure_memory
@@ -51,8 +58,20 @@ class TorchRunner:
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> StepOutput:
-        try:
+        with self._telling_whether_it_is_lost():
             return self._step(batch)
+
+    @torch.inference_mode()
+    def steps(self, batch: Batch, most: int, interrupt: Interrupt) -> list[StepOutput]:
+        with self._telling_whether_it_is_lost():
+            if self._decodes is None or most == 1 or not all(map(only_draws, batch.samples)):
+                return [self._step(batch)]
+            return self._decodes.steps(batch, most, interrupt)
+
+    @contextmanager
+    def _telling_whether_it_is_lost(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             if is_lost(self._device):
                 raise DeviceLost(f"{self.description.device}: {error}") from error

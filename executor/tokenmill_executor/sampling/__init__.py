@@ -1,7 +1,8 @@
 """Chooses tokens from logits, for all rows of a step at once. `Sampler` is what the rest uses; with
 `available_kernels` it is fast on a CPU."""
 
-from tokenmill_executor.sampling.kernels import SamplingKernels, available_kernels
-from tokenmill_executor.sampling.sampler import Sampler
+from tokenmill_executor.sampling.choices import only_draws
+from tokenmill_executor.sampling.kernels import SamplingKernels, available_kernels, records_of_steps
+from tokenmill_executor.sampling.sampler import NOT_A_NUMBER, Sampler
 
-__all__ = ["Sampler", "SamplingKernels", "available_kernels"]
+__all__ = ["NOT_A_NUMBER", "Sampler", "SamplingKernels", "available_kernels", "only_draws", "records_of_steps"]

@@ -22,7 +22,12 @@ class Choices:
 
 def is_plain(sample: SamplingInput) -> bool:
     """Whether its token is that of the largest logit as it is, and nothing else is asked for."""
-    return is_greedy(sample.params) and sample.params.logprobs is None and not edits_logits(sample)
+    return is_greedy(sample.params) and only_draws(sample)
+
+
+def only_draws(sample: SamplingInput) -> bool:
+    """Whether its tokens, this one and all later ones, are drawn from logits as they are, and nothing else is asked for."""
+    return sample.params.logprobs is None and not edits_logits(sample)
 
 
 def is_greedy(params: SamplingParams) -> bool:

@@ -67,7 +67,7 @@ class SamplingKernels:
 
     def _fill_in(self, records: Records, vocab_size: int, width: int = 0, top_tokens: int = 0, top_logprobs: int = 0) -> None:
         """Addresses of [rows, width] arrays, which are not touched where the width is 0."""
-        room = self._room(vocab_size)
+        room = self.room(vocab_size)
         self._library.tm_sample(records.ctypes.data, len(records), vocab_size, width, top_tokens, top_logprobs, self._threads, room)
 
     def _edit(
@@ -84,7 +84,8 @@ class SamplingKernels:
         edit_logits(edited, [samples[row] for row in rows], eos_token_ids)
         records["logits"][rows] = _pointers(edited)
 
-    def _room(self, vocab_size: int) -> int:
+    def room(self, vocab_size: int) -> int:
+        """The address of the memory that the kernels choose in."""
         size = self._library.tm_sample_workspace_bytes(vocab_size, self._threads)
         if size > len(self._workspace):
             self._workspace = np.empty(size, np.uint8)
@@ -101,6 +102,15 @@ def _records(logits: torch.Tensor, samples: Sequence[SamplingInput]) -> Records:
     records["min_p"] = [param.min_p for param in params]
     records["top_k"] = [param.top_k if param.top_k < logits.shape[1] else 0 for param in params]
     records["top"] = [-1 if param.logprobs is None else param.logprobs for param in params]
+    return records
+
+
+def records_of_steps(logits: torch.Tensor, samples: Sequence[SamplingInput], steps: int) -> Records:
+    """[steps, rows]: what sequences that only draw ask for, in this step and those that follow with logits in the same place."""
+    records = np.tile(_records(logits, samples), (steps, 1))
+    places = [len(sample.token_ids) + step for step in range(1, steps) for sample in samples]
+    seeds = [sample.params.seed for sample in samples] * (steps - 1)
+    records["uniform"][1:] = uniforms(seeds, places).reshape(steps - 1, len(samples))
     return records
 
 

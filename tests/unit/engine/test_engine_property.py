@@ -63,11 +63,22 @@ class RandomPlans(RuleBasedStateMachine):
         self.plan_id = 0
         self.blocks: Blocks | None = None
 
-    @initialize(num_blocks=st.integers(2, 8), block_size=st.integers(1, 4), caching=st.booleans(), groups=st.sampled_from(GROUPS))
-    def start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...]) -> None:
-        self._start(num_blocks, block_size, caching, groups, num_host_blocks=0)
+    @initialize(
+        num_blocks=st.integers(2, 8),
+        block_size=st.integers(1, 4),
+        caching=st.booleans(),
+        groups=st.sampled_from(GROUPS),
+        steps_at_once=st.integers(1, 4),
+        late=st.integers(0, 1),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...], steps_at_once: int, late: int
+    ) -> None:
+        runner = OracleRunner(MAX_MODEL_LEN, groups=groups, steps_at_once=steps_at_once, late=late)
+        self._start(runner, num_blocks, block_size, caching, num_host_blocks=0)
 
-    def _start(self, num_blocks: int, block_size: int, caching: bool, groups: tuple[BlockGroup, ...], num_host_blocks: int) -> None:
+    def _start(self, runner: OracleRunner, num_blocks: int, block_size: int, caching: bool, num_host_blocks: int) -> None:
+        groups = runner.groups
         self.groups = groups
         self.num_blocks = num_blocks * len(groups)
         self.block_size = block_size
@@ -75,7 +86,7 @@ class RandomPlans(RuleBasedStateMachine):
         self.forked = False
         self.mirror: set[int] = set()
         self.engine = Engine(
-            OracleRunner(MAX_MODEL_LEN, groups=groups),
+            runner,
             self.num_blocks,
             block_size,
             max_num_seqs=4,
@@ -94,8 +105,9 @@ class RandomPlans(RuleBasedStateMachine):
         named = sorted({*self.live, *(sequence_id for sequence_id, _ in self.gone[-2:])})
         ids = data.draw(st.lists(st.sampled_from(named), max_size=4, unique=True) if named else st.just([]), "advance")
         most = [data.draw(st.integers(0, 9)) for _ in ids]
+        steps = data.draw(st.sampled_from([1, 1, 2, 3, 6]), "steps")
         self.plan_id += 1
-        self._compare(self.engine.carry_out(Plan(1, self.plan_id, release, admit, ids, most)), most)
+        self._compare(self.engine.carry_out(Plan(1, self.plan_id, release, admit, ids, most, steps)), most, steps)
 
     def _admission(self, data: st.DataObject) -> Admission:
         sequence_id, self.next_id = self.next_id, self.next_id + 1
@@ -118,26 +130,30 @@ class RandomPlans(RuleBasedStateMachine):
     def _prompt(self, data: st.DataObject) -> list[int]:
         return data.draw(st.lists(st.sampled_from([1, 1, 1, 2, POISON]), min_size=1, max_size=10), "prompt")
 
-    def _compare(self, result: Result, most: list[int]) -> None:
+    def _compare(self, result: Result, most: list[int], steps: int = 1) -> None:
         self.blocks = result.blocks
         self._mirror(result.prefix)
         cached = list(result.num_cached) or [0] * len(most)
         faults = {fault.sequence_id: fault.fault for fault in result.faults}
         tokens = list(result.token_ids)
+        assert 1 <= result.num_steps <= steps
         for index, sequence_id in enumerate(result.sequence_ids):
             model = self.live.get(sequence_id)
             computed, sampled, finish = result.num_computed[index], result.num_sampled[index], result.finishes[index]
-            if model is None or most[index] == 0 or sequence_id in faults:
+            if model is None or most[index] == 0 or (sequence_id in faults and not sampled):
                 assert (computed, sampled, finish, cached[index]) == (0, 0, SequenceFinish.NONE, 0)
             else:
                 self._take_cached(model, cached[index])
-                assert computed == min(most[index], len(model.tokens) - model.computed)
+                first = min(most[index], len(model.tokens) - model.computed)
+                assert computed == first + max(0, sampled - 1)
+                assert (sampled > 0) == (model.computed + first == len(model.tokens))
                 model.computed += computed
-                assert sampled == (model.computed == len(model.tokens))
-                if sampled:
+                for left in reversed(range(sampled)):
                     assert tokens.pop(0) == oracle_token(model.tokens)
                     model.tokens.append(oracle_token(model.tokens))
-                    assert (finish == SequenceFinish.LENGTH) == model.ends()
+                    assert (finish == SequenceFinish.LENGTH and left == 0) == model.ends()
+                stays_behind = sampled and not finish and sequence_id not in faults
+                assert not stays_behind or sampled == min(steps, most[index] - first + 1)
             if finish or faults.get(sequence_id) in (SequenceFault.TOO_LONG, SequenceFault.ERROR):
                 self.gone.append((sequence_id, self.live.pop(sequence_id)))
         assert not tokens
@@ -217,7 +233,8 @@ class RandomSwaps(RandomPlans):
 
     @initialize(num_blocks=st.integers(4, 7), block_size=st.integers(1, 2), num_host_blocks=st.sampled_from([1, 3, 6, 40]))
     def start(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
-        self._start(num_blocks, block_size, caching=True, groups=ONE_GROUP, num_host_blocks=num_host_blocks)
+        runner = OracleRunner(MAX_MODEL_LEN, steps_at_once=3)
+        self._start(runner, num_blocks, block_size, caching=True, num_host_blocks=num_host_blocks)
 
     @rule(seconds=st.sampled_from([0.0, 0.0, 1e9]))
     def copies_take(self, seconds: float) -> None:

@@ -82,6 +82,19 @@ struct Batch {
     const int32_t* rows;
 };
 
+// A row of logits to choose a token from, as cpu/library.py has it, field by field. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0
+// are off; `top` counts the most likely tokens whose log probabilities are asked for, -1 asks for none at all, the token's own neither.
+struct SampleRow {
+    const float* logits;
+    double uniform;
+    float temperature, top_p, min_p;
+    int32_t top_k, top;
+    // Filled in. Where `largest` is not finite the others mean nothing.
+    int32_t token;
+    float largest, logprob;
+};
+static_assert(sizeof(SampleRow) == 48);
+
 // Rows that a matrix is multiplied with: bfloat16, and for integer weights their int8 form with a scale for each group of 64.
 // `sums` are those of each half of a group, which undo the int8 weights' + 128 and carry the int4 weights' minima.
 struct Activations {
@@ -125,10 +138,18 @@ void rotate_and_cache(Team& team, const Model& m, const Layer& layer, const Batc
 
 // The items of a step, for layers that split decodes or not; returns how many.
 int attention_items(const Model& m, const Batch& b, bool split, AttentionItem* items);
-int attention_splits(int keys);  // of a decode
+int attention_splits(int keys);  // of a decode; not fewer for more keys
 void attention(Team& team, const Model& m, const Layer& layer, const Batch& b, const bf16* q, const AttentionItem* items,
                int num_items, const Partials& partials, void* scratch, bf16* out);
 size_t attention_scratch_bytes(int threads);
 void merge_partials(Team& team, const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out);
+
+
+size_t step_bytes(const Model& m, const Batch& b, int ahead);  // of workspace, for contexts that are so much longer
+void step(const Model& m, const Batch& b, void* workspace, float* logits);
+const char* check(const Model& m, const Batch& b, int ahead);  // null, or what is wrong, then or so many steps later
+
+size_t sample_bytes(int vocab, int threads);
+void sample(SampleRow* rows, int count, int vocab, int top_stride, int32_t* top_tokens, float* top_logprobs, int threads, void* workspace);
 
 }  // namespace tokenmill

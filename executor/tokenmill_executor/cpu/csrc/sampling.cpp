@@ -14,19 +14,6 @@
 
 namespace tokenmill {
 
-// As cpu/library.py has it, field by field. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; `top` counts the most
-// likely tokens whose log probabilities are asked for, -1 asks for none at all, the token's own neither.
-struct SampleRow {
-    const float* logits;
-    double uniform;
-    float temperature, top_p, min_p;
-    int32_t top_k, top;
-    // Filled in. Where `largest` is not finite the others mean nothing.
-    int32_t token;
-    float largest, logprob;
-};
-static_assert(sizeof(SampleRow) == 48);
-
 namespace {
 
 // A thread's own arrays. Candidates are the tokens that may be kept, in the order of their ids.
@@ -192,22 +179,16 @@ void choose(SampleRow& row, int vocab, const Scratch& s, int32_t* top_tokens, fl
 }
 
 }  // namespace
-}  // namespace tokenmill
 
-#pragma GCC visibility push(default)
-extern "C" {
-
-size_t tm_sample_workspace_bytes(int vocab, int threads) {
-    tokenmill::Arena arena{nullptr};
-    for (int i = 0; i < threads; i++) tokenmill::Scratch(arena, vocab);
+size_t sample_bytes(int vocab, int threads) {
+    Arena arena{nullptr};
+    for (int i = 0; i < threads; i++) Scratch(arena, vocab);
     return arena.used;
 }
 
-// `top_tokens` and `top_logprobs` are [count, top_stride]; `workspace` as large as tm_sample_workspace_bytes says.
-void tm_sample(tokenmill::SampleRow* rows, int count, int vocab, int top_stride, int32_t* top_tokens, float* top_logprobs,
-               int threads, void* workspace) {
-    using namespace tokenmill;
-    const size_t bytes = tm_sample_workspace_bytes(vocab, 1);
+// `top_tokens` and `top_logprobs` are [count, top_stride].
+void sample(SampleRow* rows, int count, int vocab, int top_stride, int32_t* top_tokens, float* top_logprobs, int threads, void* workspace) {
+    const size_t bytes = sample_bytes(vocab, 1);
     const Guarded guarded{workspace, threads * bytes};
     Team team(threads);
     team.each(count, [=](int i, int worker) {
@@ -215,6 +196,19 @@ void tm_sample(tokenmill::SampleRow* rows, int count, int vocab, int top_stride,
         choose(rows[i], vocab, Scratch(arena, vocab), top_tokens + int64_t(i) * top_stride, top_logprobs + int64_t(i) * top_stride);
     });
     team.run();
+}
+
+}  // namespace tokenmill
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+size_t tm_sample_workspace_bytes(int vocab, int threads) { return tokenmill::sample_bytes(vocab, threads); }
+
+// `workspace` as large as tm_sample_workspace_bytes says.
+void tm_sample(tokenmill::SampleRow* rows, int count, int vocab, int top_stride, int32_t* top_tokens, float* top_logprobs,
+               int threads, void* workspace) {
+    tokenmill::sample(rows, count, vocab, top_stride, top_tokens, top_logprobs, threads, workspace);
 }
 
 }  // extern "C"

@@ -16,7 +16,8 @@ struct Workspace {
     Activations normed;     // [tokens, hidden]
     Activations attended;   // [tokens, heads * head_dim]
     Activations activated;  // [tokens, intermediate]
-    AttentionItem* items;
+    AttentionItem* items;  // twice as many as there can be
+    int64_t most_items;
     Partials partials;
     void* scratch;  // of attention
     size_t bytes;
@@ -27,18 +28,17 @@ Activations take_activations(Arena& arena, int64_t rows, int64_t depth) {
             arena.take<int32_t>(rows * depth / kInt4Group)};
 }
 
-// Partial results of decodes' splits; an item is one of these or at least one token.
-int64_t most_partials(const Batch& b) {
+// Partial results of decodes' splits, when contexts are so much longer; an item is one of these or at least one token.
+int64_t most_partials(const Batch& b, int ahead = 0) {
     int64_t count = 0;
-    for (int s = 0; s < b.sequences; s++) count += attention_splits(b.context_lens[s]);
+    for (int s = 0; s < b.sequences; s++) count += attention_splits(b.context_lens[s] + ahead);
     return count;
 }
-int64_t most_items(const Batch& b) { return b.tokens + most_partials(b); }
 
-Workspace lay_out(const Model& m, const Batch& b, void* memory) {
+Workspace lay_out(const Model& m, const Batch& b, void* memory, int ahead = 0) {
     Arena arena{(char*)memory};
     const int64_t tokens = b.tokens, q_width = int64_t(m.heads) * m.head_dim;
-    const int64_t partials = most_partials(b);
+    const int64_t partials = most_partials(b, ahead);
     Workspace w;
     w.hidden = arena.take<float>(tokens * m.hidden);
     w.qkv = arena.take<float>(tokens * (q_width + 2 * int64_t(m.kv_heads) * m.head_dim));
@@ -46,7 +46,8 @@ Workspace lay_out(const Model& m, const Batch& b, void* memory) {
     w.normed = take_activations(arena, tokens, m.hidden);
     w.attended = take_activations(arena, tokens, q_width);
     w.activated = take_activations(arena, tokens, m.intermediate);
-    w.items = arena.take<AttentionItem>(2 * most_items(b));
+    w.most_items = tokens + partials;
+    w.items = arena.take<AttentionItem>(2 * w.most_items);
     w.partials = {arena.take<float>(partials * q_width), arena.take<float>(partials * m.heads)};
     w.scratch = arena.take<char>(int64_t(attention_scratch_bytes(m.threads)));
     w.bytes = arena.used;
@@ -108,11 +109,13 @@ bool all_between(const int32_t* x, int64_t n, int begin, int end) {
     return std::all_of(x, x + n, [=](int32_t i) { return i >= begin && i < end; });
 }
 
-// Whether every index that a kernel follows stays inside its array: null, or what is wrong.
-const char* check(const Model& m, const Batch& b) {
+}  // namespace
+
+// Whether every index that a kernel follows stays inside its array.
+const char* check(const Model& m, const Batch& b, int ahead) {
     if (b.tokens <= 0 || b.sequences <= 0) return "a batch needs at least one token of one sequence";
     if (!all_between(b.token_ids, b.tokens, 0, m.vocab)) return "a token id lies outside the vocabulary";
-    if (!all_between(b.positions, b.tokens, 0, m.max_positions)) return "a position lies beyond the model's longest context";
+    if (!all_between(b.positions, b.tokens, 0, m.max_positions - ahead)) return "a position lies beyond the model's longest context";
     for (int i = 0; i < m.num_layers; i++)
         if (m.layers[i].group >= b.groups) return "the batch lacks a group of blocks";
     if (!all_between(b.slots, int64_t(b.groups) * b.tokens, 0, m.num_blocks * kBlock)) return "a slot lies outside the KV cache";
@@ -122,7 +125,7 @@ const char* check(const Model& m, const Batch& b) {
     for (int s = 0; s < b.sequences; s++) {
         const int begin = b.query_starts[s], end = b.query_starts[s + 1], context = b.context_lens[s];
         if (begin >= end) return "a sequence has no token in the batch";
-        if (context > int64_t(b.table_width) * kBlock) return "a context is longer than its block table";
+        if (context + int64_t(ahead) > int64_t(b.table_width) * kBlock) return "a context is longer than its block table";
         for (int i = begin; i < end; i++)
             if (b.positions[i] != context - end + i) return "positions do not end with the context";
     }
@@ -132,30 +135,13 @@ const char* check(const Model& m, const Batch& b) {
     return nullptr;
 }
 
-}  // namespace
-}  // namespace tokenmill
+size_t step_bytes(const Model& m, const Batch& b, int ahead) { return lay_out(m, b, nullptr, ahead).bytes; }
 
-// Only these names leave the library.
-#pragma GCC visibility push(default)
-extern "C" {
-
-const char* tm_check(const tokenmill::Model* m, const tokenmill::Batch* b) { return tokenmill::check(*m, *b); }
-
-size_t tm_workspace_bytes(const tokenmill::Model* m, const tokenmill::Batch* b) {
-    return tokenmill::lay_out(*m, *b, nullptr).bytes;
-}
-
-size_t tm_kv_head_bytes(int kv_kind, int head_dim) { return tokenmill::kv_head_bytes(kv_kind, head_dim); }
-
-// A batch that tm_check passes; `workspace` as large as tm_workspace_bytes says; logits [samples, vocab].
-void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void* workspace, float* logits) {
-    using namespace tokenmill;
-    const Model& m = *model;
-    const Batch& b = *batch;
+void step(const Model& m, const Batch& b, void* workspace, float* logits) {
     const Workspace w = lay_out(m, b, workspace);
     const Guarded guarded{workspace, w.bytes};
     // Layers with a window see too few keys to split.
-    const Items whole = make_items(m, b, true, w.items), windowed = make_items(m, b, false, w.items + most_items(b));
+    const Items whole = make_items(m, b, true, w.items), windowed = make_items(m, b, false, w.items + w.most_items);
     Team team(m.threads);
     embed(team, m, b, w.hidden);
     for (int i = 0; i < m.num_layers; i++) {
@@ -169,6 +155,24 @@ void tm_step(const tokenmill::Model* model, const tokenmill::Batch* batch, void*
         gemm(team, m.head, w.normed, b.samples, {Store::kFloats, logits, nullptr, m.vocab});
     }
     team.run();
+}
+
+}  // namespace tokenmill
+
+// Only these names leave the library.
+#pragma GCC visibility push(default)
+extern "C" {
+
+// For steps up to `ahead` behind the batch's.
+const char* tm_check(const tokenmill::Model* m, const tokenmill::Batch* b, int ahead) { return tokenmill::check(*m, *b, ahead); }
+
+size_t tm_workspace_bytes(const tokenmill::Model* m, const tokenmill::Batch* b, int ahead) { return tokenmill::step_bytes(*m, *b, ahead); }
+
+size_t tm_kv_head_bytes(int kv_kind, int head_dim) { return tokenmill::kv_head_bytes(kv_kind, head_dim); }
+
+// A batch that tm_check passes; `workspace` as large as tm_workspace_bytes says; logits [samples, vocab].
+void tm_step(const tokenmill::Model* m, const tokenmill::Batch* b, void* workspace, float* logits) {
+    tokenmill::step(*m, *b, workspace, logits);
 }
 
 // One matrix product, one norm and one attention by themselves, for the tests.
