@@ -17,6 +17,7 @@ from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.types import TypeEngine
 
 from tokenmill_scheduler.ledger.arrays import array_encoder
+from tokenmill_scheduler.ledger.engine import driver
 from tokenmill_scheduler.ledger.errors import LedgerConflict
 
 Types = Mapping[str, TypeEngine[Any]]
@@ -52,7 +53,7 @@ def _by_row(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]],
     positions = [list(types).index(bind.removeprefix("v_")) for bind in compiled.positiontup or ()]
     # A row with one value in the order of the placeholders stays a tuple.
     arrange: Callable[[Row], Row] = itemgetter(*positions) if len(positions) > 1 else tuple
-    return lambda connection, rows: connection.exec_driver_sql(statement, list(map(arrange, rows))).rowcount
+    return lambda connection, rows: driver(connection).executemany(statement, map(arrange, rows)).rowcount
 
 
 def _by_columns(types: Types, build: Build) -> Callable[[Connection, Sequence[Row]], int]:

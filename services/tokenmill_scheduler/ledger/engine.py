@@ -115,7 +115,7 @@ def _sqlite(url: URL, durable: bool, begin: str) -> Engine:
 
     @event.listens_for(engine, "begin")
     def start(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
+        driver(connection).execute(begin)
 
     return engine
 
@@ -160,35 +160,44 @@ def _postgresql(url: URL, durable: bool, stall_timeout_s: float, **options: Any)
     return engine
 
 
+def driver(connection: Connection) -> Any:
+    """SQLite's own connection below this one: what runs with every commit spends longer in SQLAlchemy than in the database."""
+    return connection.connection.dbapi_connection
+
+
 @contextmanager
 def driver_errors() -> Iterator[None]:
     """Turns what passes with time into LedgerUnavailable and a refused constraint into LedgerConflict.
 
-    Every other error of the driver is a bug and goes on as it is.
+    Every other error of the driver is a bug and goes on as it is. SQLite's come bare from what runs on `driver`.
     """
     try:
         yield
-    except IntegrityError as error:
-        raise LedgerConflict(_first_line(error.orig)) from error
-    except DBAPIError as error:
+    except (IntegrityError, sqlite3.IntegrityError) as error:
+        raise LedgerConflict(_first_line(_original(error))) from error
+    except (DBAPIError, sqlite3.Error) as error:
         if not is_passing(error):
             raise
-        raise LedgerUnavailable(_first_line(error.orig)) from error
+        raise LedgerUnavailable(_first_line(_original(error))) from error
     except PoolTimeout as error:
         raise LedgerUnavailable(_first_line(error)) from error
 
 
-def is_passing(error: DBAPIError) -> bool:
+def is_passing(error: DBAPIError | sqlite3.Error) -> bool:
     """Whether the same statement may succeed later."""
-    if error.connection_invalidated:
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
-    original = error.orig
+    original = _original(error)
     if isinstance(original, sqlite3.Error):
         # Extended codes carry the primary one in their low byte.
         return getattr(original, "sqlite_errorcode", 0) & 0xFF in _PASSING_SQLITE_CODES
     if isinstance(error, InternalError):
         return getattr(original, "sqlstate", None) in _PASSING_INTERNAL_STATES
     return isinstance(error, OperationalError | InterfaceError)
+
+
+def _original(error: DBAPIError | sqlite3.Error) -> BaseException | None:
+    return error.orig if isinstance(error, DBAPIError) else error
 
 
 def _first_line(error: BaseException | None) -> str:

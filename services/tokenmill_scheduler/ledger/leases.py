@@ -17,6 +17,7 @@ from tokenmill_scheduler.core.events import KnownExecutor
 from tokenmill_scheduler.core.plans import MAX_EPOCH, ExecutorDescription
 from tokenmill_scheduler.ledger import queries
 from tokenmill_scheduler.ledger.codec import pack_description, unpack_description
+from tokenmill_scheduler.ledger.engine import driver
 from tokenmill_scheduler.ledger.errors import EpochsUsedUp, ExecutorTaken, LeaseLost
 from tokenmill_scheduler.ledger.records import Estate, Lease, LeaseStatus, StoredOutput, StoredRequest
 from tokenmill_scheduler.ledger.tables import commands, commits, executors, leases, requests
@@ -27,6 +28,7 @@ _NOW_S: dict[str, ColumnElement[float]] = {
 }
 _GIVEN_UP_S = 0.0
 _HOLD = select(leases.c.number).where(leases.c.number == bindparam("lease")).with_for_update(read=True, key_share=True)
+_HOLD_SQLITE = "SELECT 1 FROM leases WHERE number = ?"
 
 
 def take(connection: Connection, scheduler: str, lease_s: float) -> Lease:
@@ -51,7 +53,11 @@ def give_up(connection: Connection, lease: Lease) -> None:
 
 def hold(connection: Connection, lease: Lease) -> None:
     """Raises LeaseLost unless it holds; it then holds until the transaction ends."""
-    if connection.scalar(_HOLD, {"lease": lease.number}) is None:
+    if connection.dialect.name == "sqlite":
+        found = driver(connection).execute(_HOLD_SQLITE, (lease.number,)).fetchone()
+    else:
+        found = connection.execute(_HOLD, {"lease": lease.number}).first()
+    if found is None:
         raise _lost(lease)
 
 

@@ -74,6 +74,7 @@ class SqlLedger:
         # SQLite has one writer at a time: waiting here is fair and wakes at once, unlike its busy timeout.
         self._turn = threading.Lock()
         self._in_doubt: _InDoubt | None = None
+        self._connection: Connection | None = None
 
     def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         with self._turn, driver_errors():
@@ -189,6 +190,9 @@ class SqlLedger:
             return store.prune(connection, before_s, limit)
 
     def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
         self._engines.dispose()
 
     @contextmanager
@@ -199,12 +203,23 @@ class SqlLedger:
             yield connection
 
     @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        """The writer's own connection, kept for the next write unless this one fails."""
+        connection, self._connection = self._connection or self._engines.write.connect(), None
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+
+    @contextmanager
     def _read(self) -> Iterator[Connection]:
         with driver_errors(), self._engines.read.connect() as connection:
             yield connection
 
     def _write(self, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
-        with self._engines.write.connect() as connection:
+        with self._writing() as connection:
             transaction = connection.begin()
             count = None if lease is None else self._hold(connection, lease)
             outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)

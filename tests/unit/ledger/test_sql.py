@@ -158,6 +158,20 @@ def test_a_locked_sqlite_file_is_unavailable(sqlite_url: str, monkeypatch: pytes
     ledger.close()
 
 
+def test_writes_keep_a_connection_until_one_fails(sqlite_url: str) -> None:
+    ledger = open_ledger(sqlite_url)
+    taken: list[object] = []
+    event.listen(ledger._engines.write, "checkout", lambda connection, record, proxy: taken.append(connection))
+    for name in "ab":
+        ledger.write([submission(name)])
+    assert len(taken) == 1
+    with pytest.raises(LedgerConflict):
+        ledger.write([prefill("nobody")])
+    ledger.write([submission("c")])
+    assert len(taken) == 2
+    ledger.close()
+
+
 def test_a_full_disk_is_unavailable(sqlite_url: str) -> None:
     ledger = open_ledger(sqlite_url)
     engine = ledger._engines.write
