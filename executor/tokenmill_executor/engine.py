@@ -1,4 +1,4 @@
-"""Carries out plans: release, admit, advance, collect. Owns the sequences and, through the pool, the KV blocks.
+"""Carries out plans: release, admit, advance, collect. Owns the sequences and, through `SequenceBlocks`, the KV blocks.
 
 Must not know: gRPC, protobuf, epochs, what a runner does inside. One thread uses it; a plan at fault in one sequence is carried out
 for all the others.
@@ -19,6 +19,7 @@ from tokenmill_executor.parts import Part, compute_in_parts
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
 from tokenmill_executor.runner import Runner, StepOutput
+from tokenmill_executor.sequence_blocks import SequenceBlocks
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
 
 # Known sequences beyond those of one step: a scheduler admits what it soon advances, so more than this is its mistake.
@@ -40,14 +41,13 @@ class Engine:
         assert hasher is not None or num_host_blocks == 0, "the host tier is part of the prefix cache"
         runner.allocate(num_blocks, block_size)
         self._runner = runner
-        self._host = HostTier(runner.host_memory(num_host_blocks), num_host_blocks, block_size) if num_host_blocks else None
-        self._pool = BlockPool(num_blocks, block_size, runner.description.block_groups, self._host)
+        host = HostTier(runner.host_memory(num_host_blocks), num_host_blocks, block_size) if num_host_blocks else None
+        self._blocks = SequenceBlocks(BlockPool(num_blocks, block_size, runner.description.block_groups, host), hasher, host)
         self._sequences: dict[int, Sequence] = {}
         self._most_known = _KNOWN_PER_STEP * max_num_seqs
         description = runner.description
         self._limits = Limits(description.vocab_size, description.max_model_len, description.eos_token_ids)
         self._clock = clock
-        self._hasher = hasher
 
     def carry_out(self, plan: Plan, interrupt: Interrupt | None = None) -> Result:
         """One step, and further ones as far as the plan allows, until the `interrupt` asks for no more.
@@ -73,12 +73,12 @@ class Engine:
             num_sampled=columns.num_sampled,
             token_ids=columns.token_ids,
             finishes=columns.finishes,
-            blocks=self._pool.counts(),
+            blocks=self._blocks.counts(),
             times=StepTimes(prepare_s, columns.forward_s, columns.sample_s),
             faults=columns.faults,
             logprobs=columns.logprobs,
             num_cached=columns.num_cached if any(columns.num_cached) else (),
-            prefix=self._pool.index.take_changes(),
+            prefix=self._blocks.take_changes(),
             num_steps=columns.steps,
         )
 
@@ -87,26 +87,26 @@ class Engine:
         for sequence in list(self._sequences.values()):
             self._drop(sequence)
         self.check()
-        self._pool.index.tell_all()
-        return Standing(self._pool.counts(), self._pool.index.take_changes())
+        self._blocks.pool.index.tell_all()
+        return Standing(self._blocks.counts(), self._blocks.take_changes())
 
     @property
     def blocks(self) -> Blocks:
-        return self._pool.counts()
+        return self._blocks.counts()
 
     @property
     def host_tier(self) -> HostTier | None:
         """For its figures, which may be asked on any thread."""
-        return self._host
+        return self._blocks.host
 
     @property
     def evicted_blocks(self) -> int:
         """Cached blocks taken for other use, so far. May be asked on any thread."""
-        return self._pool.index.evictions
+        return self._blocks.pool.index.evictions
 
     def check(self) -> None:
         """Raises AssertionError unless blocks and references agree with the sequences. O(blocks): for tests and idle times."""
-        self._pool.check([sequence.table for sequence in self._sequences.values()])
+        self._blocks.check(self._sequences.values())
 
     # ---- the four parts --------------------------------------------------------------------------------------------------------
 
@@ -129,28 +129,27 @@ class Engine:
             if error is not None:
                 faults.append(Fault(admission.sequence_id, SequenceFault.ERROR, error))
                 continue
-            root = b"" if self._hasher is None else self._hasher.root(admission.cache_salt)
-            self._sequences[admission.sequence_id] = Sequence(admission, self._limits, self._pool.new_table(), root)
+            root = self._blocks.root(admission.cache_salt)
+            self._sequences[admission.sequence_id] = Sequence(admission, self._limits, self._blocks.new_table(), root)
 
     def _reserve(self, plan: Plan, faults: list[Fault]) -> list[Advance]:
         """Takes the blocks that this step writes to, sequence after sequence in plan order; those that get none stay behind."""
         advances = []
-        block_size = self._pool.block_size
         for entry, (sequence_id, most) in enumerate(zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True)):
             sequence = self._sequences.get(sequence_id)
             if sequence is None or most < 1:
                 continue
             start, kept = sequence.computed, 0
             if start == 0:
-                start = self._share_prefix(sequence)
-                kept = self._worth_bringing_back(sequence)
-                start += kept * block_size
+                start = self._blocks.share(sequence, self._sequences.get(sequence.fork_of))
+                kept = self._blocks.worth_bringing_back(sequence)
+                start += kept * self._blocks.block_size
             end = min(start + most, len(sequence.token_ids))
-            if end <= sequence.table.count * block_size or self._take_blocks(sequence, end, kept, faults):
+            if self._take_blocks(sequence, end, kept, faults):
                 advances.append(Advance(entry, sequence, start, end))
             elif sequence.computed == 0:
                 # All or nothing: what it shares must not stay pinned while it waits.
-                self._pool.release(sequence.table)
+                self._blocks.give_back(sequence)
         return advances
 
     def _go_on(self, plan: Plan, before: SequenceOf[Advance], columns: Columns) -> list[Advance]:
@@ -161,71 +160,23 @@ class Engine:
             start, left = sequence.computed, plan.advance_max_tokens[entry] - columns.num_computed[entry]
             if left < 1 or start != len(sequence.token_ids) - 1 or sequence.sequence_id not in self._sequences:
                 continue
-            if start < sequence.table.count * self._pool.block_size or self._take_blocks(sequence, start + 1, 0, columns.faults):
+            if self._take_blocks(sequence, start + 1, 0, columns.faults):
                 advances.append(Advance(entry, sequence, start, start + 1))
         return advances
 
-    def _share_prefix(self, sequence: Sequence) -> int:
-        """At its first advance: takes the blocks that are cached of all tokens but the last, whose logits are wanted.
-
-        Returns the tokens they hold; they count as computed once the step succeeds.
-        """
-        if self._hasher is None:
-            return self._share_prompt(sequence)
-        block_size = self._pool.block_size
-        most = (len(sequence.token_ids) - 1) // block_size
-        self._hasher.extend(sequence.digests, sequence.root, sequence.token_ids, most)
-        return self._pool.share(sequence.table, sequence.digests[:most]) * block_size
-
-    def _worth_bringing_back(self, sequence: Sequence) -> int:
-        """Blocks of the host tier that follow those it shares, and that are copied sooner than computed anew."""
-        if self._host is None:
-            return 0
-        most = (len(sequence.token_ids) - 1) // self._pool.block_size
-        return self._host.worth_bringing_back(sequence.digests[sequence.table.count : most])
-
-    def _share_prompt(self, sequence: Sequence) -> int:
-        """As `_share_prefix`, from the sequence that it is a fork of; with a prefix cache, that one's blocks are in there.
-
-        The rest, at most a block of tokens, is computed anew rather than copied: that needs no copy of blocks on any device, and is
-        the same arithmetic as without a fork.
-        """
-        other = self._sequences.get(sequence.fork_of)
-        if other is None:
-            return 0
-        block_size = self._pool.block_size
-        count = min(sequence.sampling.num_prompt_tokens, len(sequence.token_ids) - 1, other.computed) // block_size
-        end = count * block_size
-        if other.token_ids[:end] != sequence.token_ids[:end]:
-            return 0
-        return self._pool.fork(sequence.table, other.table, count) * block_size
-
     def _take_blocks(self, sequence: Sequence, end: int, kept: int, faults: list[Fault]) -> bool:
-        """Those up to position `end`, the first `kept` of them from the host tier; all, or none and a fault."""
-        known = len(sequence.token_ids)
-        needed = self._pool.least_for(known)
-        if needed > self._pool.num_blocks:
-            detail = f"{known} tokens need {needed} blocks, there are {self._pool.num_blocks}"
-            self._fail(sequence, SequenceFault.TOO_LONG, detail, faults)
-            return False
-        if not self._pool.can_allocate(sequence.table, end):
-            missing = self._pool.missing(sequence.table, end)
-            faults.append(
-                Fault(sequence.sequence_id, SequenceFault.NO_BLOCKS, f"{missing} more blocks are wanted, too few are free")
-            )
-            return False
-        if kept:
-            count = sequence.table.count
-            self._pool.bring_back(sequence.table, sequence.digests[count : count + kept])
-        self._pool.allocate(sequence.table, end)
-        return True
+        fault = self._blocks.take(sequence, end, kept)
+        if fault is None:
+            return True
+        faults.append(fault)
+        if fault.fault is SequenceFault.TOO_LONG:
+            self._drop(sequence)
+        return False
 
     def _take_steps(self, plan: Plan, advances: SequenceOf[Advance], columns: Columns, interrupt: Interrupt) -> None:
         """One, or as many as all of `advances` can take one after another."""
         most = self._reserve_ahead(plan, advances, columns)
-        if self._host is not None:
-            # What was evicted for the blocks that these steps write to moves away before.
-            self._host.flush()
+        self._blocks.make_room()
         taken = 1
         for part in compute_in_parts(lambda some, most: self._compute(some, most, interrupt), advances, most):
             for output in part.outputs:
@@ -246,21 +197,15 @@ class Engine:
             if most <= 1 or advance.start != len(sequence.token_ids) - 1:
                 return 1
             most = min(most, plan.advance_max_tokens[entry] - columns.num_computed[entry], sequence.tokens_left)
-        for place, advance in enumerate(advances):
-            table, end = advance.sequence.table, advance.end + most - 1
-            if not self._pool.can_allocate(table, end):
-                for earlier in advances[:place]:
-                    self._pool.trim(earlier.sequence.table, earlier.end)
-                return 1
-            self._pool.allocate(table, end)
-        return most
+        ends = [(advance.sequence, advance.end + most - 1) for advance in advances]
+        return most if self._blocks.take_for_all(ends) else 1
 
     def _compute(self, advances: SequenceOf[Advance], most: int, interrupt: Interrupt) -> Part:
-        batch = build_batch(advances, self._pool.block_size, self._pool.num_groups)
+        batch = build_batch(advances, self._blocks.block_size, self._blocks.pool.num_groups)
         outputs = [self._runner.step(batch)] if most == 1 else self._runner.steps(batch, most, interrupt)
         # Only steps that are mostly chunks tell what a token more costs: decodes take their time whether they are few or many.
-        if self._host is not None and len(batch.token_ids) >= 2 * len(batch.context_lens):
-            self._host.computed(len(batch.token_ids), outputs[0].forward_s)
+        if (host := self._blocks.host) is not None and len(batch.token_ids) >= 2 * len(batch.context_lens):
+            host.computed(len(batch.token_ids), outputs[0].forward_s)
         return Part(advances, batch.sample_rows.tolist(), outputs)
 
     def _collect(self, part: Part, columns: Columns) -> None:
@@ -297,23 +242,10 @@ class Engine:
             self._drop(sequence)
 
     def _keep(self, advance: Advance, end: int, columns: Columns) -> None:
-        """What was computed, up to position `end`, counts from now on, and blocks that were taken for more go back."""
-        sequence = advance.sequence
-        columns.num_cached[advance.entry] += advance.start - sequence.computed
+        """What was computed, up to position `end`, counts from now on."""
+        columns.num_cached[advance.entry] += advance.start - advance.sequence.computed
         columns.num_computed[advance.entry] += end - advance.start
-        sequence.computed = end
-        self._pool.trim(sequence.table, end)
-        self._store_blocks(sequence, advance.start, end)
-        # Plans are carried out one after another: the next one begins here, and nothing that runs sees what lies behind.
-        if self._pool.slides:
-            self._pool.slide(sequence.table, end)
-
-    def _store_blocks(self, sequence: Sequence, start: int, end: int) -> None:
-        """Indexes the blocks that computing positions `start` to `end` - 1 has filled."""
-        first, last = start // self._pool.block_size, end // self._pool.block_size
-        if self._hasher is not None and first < last:
-            self._hasher.extend(sequence.digests, sequence.root, sequence.token_ids, last)
-            self._pool.store(sequence.table, sequence.digests, first, last)
+        self._blocks.keep(advance.sequence, advance.start, end)
 
     # ---- the end of a sequence -------------------------------------------------------------------------------------------------
 
@@ -322,6 +254,5 @@ class Engine:
         self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Its blocks return at once: plans are carried out one after another, so no step that runs can still use them."""
-        self._pool.release(sequence.table)
+        self._blocks.give_back(sequence)
         del self._sequences[sequence.sequence_id]

@@ -14,7 +14,7 @@ import torch
 
 from tokenmill_executor.cpu import library, support
 from tokenmill_executor.runner import SampledLogprobs, SamplingInput
-from tokenmill_executor.sampling.choices import Choices, is_greedy
+from tokenmill_executor.sampling.choices import Choices, is_greedy, is_plain
 from tokenmill_executor.sampling.edits import edit_logits, edits_logits
 from tokenmill_executor.sampling.uniform import uniforms
 from tokenmill_executor.upload import integers
@@ -58,10 +58,7 @@ class SamplingKernels:
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
         place = (rows.data_ptr(), rows.shape[0], rows.stride(0))
         if place != self._plain_place:
-            self._plain = np.zeros(len(rows), library.SAMPLE_ROW)
-            self._plain["logits"] = _pointers(rows)
-            self._plain["top"] = -1
-            self._plain_place = place
+            self._plain, self._plain_place = _plain_records(rows, 1)[0], place
         self._fill_in(self._plain, rows.shape[1])
         return Choices(self._plain["largest"].tolist(), self._plain["token"].tolist(), {})
 
@@ -107,10 +104,20 @@ def _records(logits: torch.Tensor, samples: Sequence[SamplingInput]) -> Records:
 
 def records_of_steps(logits: torch.Tensor, samples: Sequence[SamplingInput], steps: int) -> Records:
     """[steps, rows]: what sequences that only draw ask for, in this step and those that follow with logits in the same place."""
+    if all(map(is_plain, samples)):
+        return _plain_records(logits, steps)
     records = np.tile(_records(logits, samples), (steps, 1))
     places = [len(sample.token_ids) + step for step in range(1, steps) for sample in samples]
     seeds = [sample.params.seed for sample in samples] * (steps - 1)
     records["uniform"][1:] = uniforms(seeds, places).reshape(steps - 1, len(samples))
+    return records
+
+
+def _plain_records(logits: torch.Tensor, steps: int) -> Records:
+    """[steps, rows], which ask for nothing but the largest."""
+    records = np.zeros((steps, len(logits)), library.SAMPLE_ROW)
+    records["logits"] = _pointers(logits)
+    records["top"] = -1
     return records
 
 

@@ -199,7 +199,7 @@ class RandomPlans(RuleBasedStateMachine):
         if not self.caching:
             assert self.blocks.cached == 0
             assert self.forked or self.blocks.held == sum(held)
-        here = {short_hash(digest) for digest in self.engine._pool.index._blocks}
+        here = {short_hash(digest) for digest in self.engine._blocks.pool.index._blocks}
         host = set() if self.engine.host_tier is None else {short_hash(digest) for digest, _ in self.engine.host_tier.items()}
         assert self.mirror == here | host
         assert not here & host

@@ -50,7 +50,7 @@ async def test_books_that_do_not_balance_are_told_and_work_goes_on() -> None:
     await thread.load(lambda: engine)
     with capture_logs() as logs:
         await carry_out(thread, Plan(1, 1, (), [admission(1, [1] * 9)], [1], [9]))
-        engine._pool._free.pop()
+        engine._blocks.pool._free.pop()
         await engine.checked.wait()
         await thread.run(lambda: None)
         await asyncio.sleep(0)
