@@ -35,16 +35,23 @@ def draw(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return _invert(scaled.exp_(), uniform)
 
 
-def draw_truncated(scaled: torch.Tensor, truncation: Truncation, uniform: torch.Tensor) -> torch.Tensor:
-    """As `draw`, from the tokens that top-k, then top-p of what that leaves, then min-p keep."""
+def draw_truncated(
+    scaled: torch.Tensor, truncation: Truncation, uniform: torch.Tensor, widths: tuple[int, ...] = WIDTHS
+) -> torch.Tensor:
+    """As `draw`, from the tokens that top-k, then top-p of what that leaves, then min-p keep.
+
+    Rows for which so many of the largest tokens do not settle it take the next of `widths`, and in the end all: whether there are
+    such rows the host has to see.
+    """
     vocab_size = scaled.shape[1]
     tokens = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
     left = torch.arange(len(scaled), device=scaled.device)
-    for width in (*(width for width in WIDTHS if width < vocab_size), vocab_size):
+    for width in (width for width in widths if width < vocab_size):
         tokens[left], settled = _draw_from_largest(scaled[left], truncation.rows(left), uniform[left], width)
         left = left[~settled]
         if not len(left):
-            break
+            return tokens
+    tokens[left], _ = _draw_from_largest(scaled[left], truncation.rows(left), uniform[left], vocab_size)
     return tokens
 
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenmill_executor.runner import SampledLogprobs, SamplingInput, SamplingParams
-from tokenmill_executor.sampling.choices import Choices, is_greedy, is_plain
-from tokenmill_executor.sampling.draw import Truncation, draw, draw_truncated
+from tokenmill_executor.runner import SampledLogprobs, SamplingInput
+from tokenmill_executor.sampling.choices import Choices, is_plain
+from tokenmill_executor.sampling.draws import MakeDraws, TorchDraws
 from tokenmill_executor.sampling.edits import edit_logits, edits_logits
-from tokenmill_executor.sampling.uniform import uniforms
-from tokenmill_executor.upload import floats, integers, upload
+from tokenmill_executor.upload import integers
 
 
-def choose(logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...]) -> Choices:
+def choose(
+    logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...], make_draws: MakeDraws = TorchDraws
+) -> Choices:
     """[rows, vocab_size] float32, which stay as they are."""
     maxima, tokens = _largest(logits)
     special = [row for row, sample in enumerate(samples) if not is_plain(sample)]
@@ -27,7 +28,7 @@ def choose(logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids
             edited = logits.index_select(0, rows)
             edit_logits(edited, chosen, eos_token_ids)
             maxima[rows], tokens[rows] = _largest(edited)
-        tokens[rows] = _draw_random(edited, maxima[rows], tokens[rows], chosen)
+        tokens[rows] = make_draws(chosen, 1, logits.device).draw(0, edited, maxima[rows], tokens[rows])
         logprobs = {special[index]: found for index, found in _logprobs(edited, tokens[rows], chosen).items()}
     # One read for both: each waits for the device. Token ids are exact in float64.
     largest, chosen_tokens = torch.stack((maxima.double(), tokens.double())).tolist()
@@ -41,40 +42,6 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return maxima, tokens
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.gather(1, tokens[:, None]).squeeze(1), tokens
-
-
-def _draw_random(
-    logits: torch.Tensor, maxima: torch.Tensor, greedy: torch.Tensor, samples: Sequence[SamplingInput]
-) -> torch.Tensor:
-    """[rows] tokens: `greedy` where temperature is 0, else drawn."""
-    tokens = greedy.clone()
-    for truncated in (False, True):
-        chosen = [
-            row for row, sample in enumerate(samples) if not is_greedy(sample.params) and _is_truncated(sample.params) == truncated
-        ]
-        if not chosen:
-            continue
-        rows = integers(chosen, logits.device)
-        params = [samples[row].params for row in chosen]
-        numbers = uniforms([param.seed for param in params], [len(samples[row].token_ids) for row in chosen])
-        uniform = upload(numbers, logits.device)
-        temperature = floats([param.temperature for param in params], logits.device)
-        taken = logits if len(chosen) == len(samples) else logits.index_select(0, rows)
-        scaled = (taken - maxima[rows, None]).div_(temperature[:, None])
-        tokens[rows] = draw_truncated(scaled, _truncation(params, logits.device), uniform) if truncated else draw(scaled, uniform)
-    return tokens
-
-
-def _is_truncated(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
-    return Truncation(
-        top_k=integers([param.top_k for param in params], device),
-        top_p=floats([param.top_p for param in params], device),
-        min_p=floats([param.min_p for param in params], device),
-    )
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, samples: Sequence[SamplingInput]) -> dict[int, SampledLogprobs]:
