@@ -114,11 +114,11 @@ class StepTimes:
 class Result:
     """Answers one plan. Columns have one entry for each sequence the plan advanced, in its order.
 
-    `token_ids` holds all sampled tokens, `num_sampled[i]` of them for row i. `logprobs[i]`, where the sequence of row i asked, has
-    one entry for each of its sampled tokens. `faults` is keyed by sequence id.
+    `token_ids` holds all sampled tokens, `num_sampled[i]` of them for row i. `finishes` has a SequenceFinish's number for each row.
+    `logprobs` is keyed by row, where its sequence asked: an entry for each of its sampled tokens. `faults` is keyed by sequence id.
 
     `num_cached`, tokens that came from the prefix cache beside those computed, may be empty when all are 0. `dropped` and then
-    `stored` are hashes of blocks that left and entered that cache.
+    `stored` are hashes of blocks that left and entered that cache. `num_steps` of the plan's steps were carried out.
     """
 
     epoch: int
@@ -135,7 +135,6 @@ class Result:
     num_cached: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
-    epoch_seen: int = 0
     num_steps: int = 1
 
 

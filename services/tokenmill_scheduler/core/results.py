@@ -6,7 +6,7 @@ Effects in order: the tokens of all sequences, then each request's transition in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
 
@@ -229,20 +229,13 @@ def _in_plan_order(out: PlanOut, result: Result) -> Result:
     starts = [0, *accumulate(result.num_sampled)]
     rows = {sequence_id: row for row, sequence_id in enumerate(result.sequence_ids)}
     found = [rows.get(sequence_id) for sequence_id in out.plan.advance_sequence_ids]
-    return Result(
-        result.epoch,
-        result.plan_id,
-        out.plan.advance_sequence_ids,
-        tuple([0 if row is None else result.num_computed[row] for row in found]),
-        tuple([0 if row is None else result.num_sampled[row] for row in found]),
-        tuple([token for row in found if row is not None for token in result.token_ids[starts[row] : starts[row + 1]]]),
-        tuple([0 if row is None else result.finishes[row] for row in found]),
-        result.blocks,
-        result.faults,
-        {index: result.logprobs[row] for index, row in enumerate(found) if row is not None and row in result.logprobs},
-        result.times,
-        tuple([0 if row is None else result.num_cached[row] for row in found]) if result.num_cached else (),
-        result.dropped,
-        result.stored,
-        result.num_steps,
+    return replace(
+        result,
+        sequence_ids=out.plan.advance_sequence_ids,
+        num_computed=tuple([0 if row is None else result.num_computed[row] for row in found]),
+        num_sampled=tuple([0 if row is None else result.num_sampled[row] for row in found]),
+        token_ids=tuple([token for row in found if row is not None for token in result.token_ids[starts[row] : starts[row + 1]]]),
+        finishes=tuple([0 if row is None else result.finishes[row] for row in found]),
+        logprobs={index: result.logprobs[row] for index, row in enumerate(found) if row is not None and row in result.logprobs},
+        num_cached=tuple([0 if row is None else result.num_cached[row] for row in found]) if result.num_cached else (),
     )
