@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
@@ -13,6 +14,19 @@ Request = pb.GenerateRequest | pb.AttachRequest
 END: object = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+# For a call that was cancelled here. It takes a millisecond, on a machine at work.
+SETTLE_S = 0.05
+
+
+async def settle() -> None:
+    """Lets gRPC finish with calls that were cancelled, as it does behind our back.
+
+    All event loops share one queue of what it tells them (grpc/grpc pull request 23377). What is for a loop that has been closed
+    meanwhile it raises in whichever runs next, and what is behind it in the queue has to wait.
+    """
+    await asyncio.sleep(SETTLE_S)
 
 
 class StreamCall(Protocol):

@@ -13,7 +13,7 @@ import grpc
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.inference_pb2_grpc import InferenceServiceStub
 
-from tokenmill_client.call import END, Request, rpc_error
+from tokenmill_client.call import END, Request, rpc_error, settle
 from tokenmill_client.line import Line
 from tokenmill_client.transport import Transport
 
@@ -21,6 +21,8 @@ from tokenmill_client.transport import Transport
 MAX_LINES = 1_024
 # No number is given twice: the next call goes on where one has used them up.
 _LAST_NUMBER = (1 << 32) - 1
+# A server that does not end the call when it is asked to is not waited for.
+_CLOSE_LIMIT_S = 1.0
 
 
 class Exchange:
@@ -32,6 +34,7 @@ class Exchange:
         self._lines: WeakValueDictionary[int, Line] = WeakValueDictionary()
         self._last_number = 0
         self._outgoing: deque[pb.MultiplexRequest] = deque()
+        self._is_closing = False
         stub = InferenceServiceStub(transport.channel)
         self._call = stub.Multiplex(None, metadata=transport.metadata)
         self._reading = asyncio.create_task(self._read())
@@ -39,7 +42,7 @@ class Exchange:
 
     @property
     def has_room(self) -> bool:
-        return len(self._lines) < MAX_LINES and self._last_number < _LAST_NUMBER
+        return len(self._lines) < MAX_LINES and self._last_number < _LAST_NUMBER and not self._is_closing
 
     def open(self, line: Line, request: Request) -> int:
         """Returns the number of the line."""
@@ -53,8 +56,7 @@ class Exchange:
 
     def send(self, request: pb.MultiplexRequest) -> None:
         self._outgoing.append(request)
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send())
+        self._go_on_sending()
 
     def drop(self) -> None:
         """Closes it soon."""
@@ -68,6 +70,12 @@ class Exchange:
             self._soon(timer.cancel)
 
     async def close(self) -> None:
+        """Every line ends as one that is cancelled. The call is not: gRPC is done with one only when the server has ended it."""
+        for line in list(self._lines.values()):
+            line.cancel()
+        self._is_closing = True
+        self._go_on_sending()
+        await asyncio.wait([self._reading], timeout=_CLOSE_LIMIT_S)
         self._call.cancel()
         await asyncio.gather(self._reading, *[self._sending] if self._sending else (), return_exceptions=True)
 
@@ -81,6 +89,10 @@ class Exchange:
         with suppress(RuntimeError):  # the loop is closed, and all that was open with it
             self._loop.call_soon_threadsafe(act, *arguments)
 
+    def _go_on_sending(self) -> None:
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
     async def _send(self) -> None:
         # One after the other: gRPC takes no second message while one is under way. What goes wrong shows where the call is read.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
@@ -88,6 +100,8 @@ class Exchange:
             await self._call.initial_metadata()
             while self._outgoing and not self._call.done():
                 await self._call.write(self._outgoing.popleft())
+            if self._is_closing:
+                await self._call.done_writing()
 
     async def _read(self) -> None:
         failure: BaseException = rpc_error(grpc.StatusCode.UNAVAILABLE, "the stream of streams ended")
@@ -103,6 +117,9 @@ class Exchange:
             for line in self._lines.values():
                 # To each its own: what is raised holds on to where it was.
                 line.fail(copy(failure))
+        if isinstance(failure, asyncio.CancelledError):
+            # Also when a program ends without having closed its client: its event loop waits for this.
+            await settle()
 
     def _arrived(self, event: pb.MultiplexResponse.CallEvent) -> None:
         line = self._lines.get(event.call)

@@ -62,6 +62,8 @@ class Multiplexer:
         return self._alone(request, timeout_s)
 
     def _alone(self, request: Request, timeout_s: float | None) -> StreamCall:
+        # A stream that is left cancels it.
+        self._transport.has_left_calls = True
         stub = InferenceServiceStub(self._transport.channel)
         if isinstance(request, pb.GenerateRequest):
             return stub.Generate(request, timeout=timeout_s, metadata=self._transport.metadata)

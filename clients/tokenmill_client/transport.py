@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 import grpc
 
+from tokenmill_client.call import settle
 from tokenmill_client.channel import Channels, parse_addresses
 from tokenmill_client.errors import NoSecureConnection, TokenmillError, Unavailable, from_rpc_error
 from tokenmill_client.retry import Backoff, RetryPolicy
@@ -32,6 +33,8 @@ class Transport:
         self._channels = Channels(parse_addresses(address), credentials)
         self.timeout_s = timeout
         self.retry = retry
+        # Calls may have been cancelled, by whoever made them or by what is behind a stream.
+        self.has_left_calls = False
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -49,6 +52,8 @@ class Transport:
 
     async def close(self) -> None:
         await self._channels.close()
+        if self.has_left_calls:
+            await settle()
 
     async def call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q, timeout: float | None) -> R:
         """One call, tried again while the server is unavailable: every call of the protocol may be repeated."""
@@ -58,6 +63,9 @@ class Transport:
             address = self.current
             try:
                 return await method(request, timeout=max(0.0, deadline_s - time.monotonic()), metadata=self.metadata)
+            except asyncio.CancelledError:
+                self.has_left_calls = True
+                raise
             except grpc.aio.AioRpcError as error:
                 failure = self.typed(error)
                 limit_s = min(self.retry.call_limit_s, deadline_s - time.monotonic())

@@ -379,6 +379,16 @@ async def test_closing_ends_whoever_waits_in_a_read_and_cancels_the_request(site
         await site.desk.until(lambda: site.desk.entries["a"].state is State.CANCELLED)
 
 
+async def test_closing_has_the_server_end_the_call(client: AsyncClient, site: Site) -> None:
+    """gRPC is not done with one that is cancelled when the client thinks it is."""
+    await opened(client, site, "a")
+    exchange = client._streams._exchanges[site.address][0]
+    await client.close()
+    assert await exchange._call.code() is grpc.StatusCode.OK
+    await site.servicer.until(lambda: not site.servicer.open_exchanges)
+    assert site.desk.entries["a"].state is State.CANCELLED
+
+
 async def test_c13_a_stream_that_nobody_holds_is_left(client: AsyncClient, site: Site) -> None:
     """As in `async for delta in client.generate(...): break`; gRPC does so with a call of its own."""
     stream = await opened(client, site, "a")
