@@ -1,6 +1,6 @@
 """The one owner of the core: every event goes in here, every effect is carried out here, on the event loop's thread.
 
-    gRPC ──► service ──► Loop ◄──► core           records ──► ledger writer ──► (durable) ──► feeds ──► readers
+    gRPC ──► desk ─────► Loop ◄──► core           records ──► ledger writer ──► (durable) ──► feeds ──► readers
     executors ◄──► links ◄──┘                     plans ────► links, at once
 
 Plans need no commit and never wait for the disk, but while the writer's backlog is full no new ones are made. Tokens and ends reach

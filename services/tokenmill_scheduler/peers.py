@@ -21,8 +21,8 @@ from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import Estate, Lease
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.loop_desk import LoopDesk
 from tokenmill_scheduler.recovery import take_up
-from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ class Peers:
         ledger: Ledger,
         loop: Loop,
         writer: LedgerWriter,
-        service: Service,
+        desk: LoopDesk,
         executors: Executors,
         is_alive: Callable[[], bool],
         keep_at: Callable[[Coroutine[Any, Any, None]], None],
@@ -46,7 +46,7 @@ class Peers:
         self._ledger = ledger
         self._loop = loop
         self._writer = writer
-        self._service = service
+        self._desk = desk
         self._executors = executors
         self._is_alive = is_alive
         self._keep_at = keep_at
@@ -62,7 +62,7 @@ class Peers:
         lease, estate = await asyncio.to_thread(take, self._ledger, name, settings.lease_time_s)
         self._lease = lease
         self._writer.start(lease)
-        self._service.open(lease)
+        self._desk.open(lease)
         log.info("lease taken", scheduler=name, lease=lease.number)
         return lease, estate
 
@@ -71,9 +71,9 @@ class Peers:
         self._executors.inherit([address for _, address in estate.executors])
         self._keeper = keeper = LeaseKeeper(self._ledger, lease, self._settings.lease_time_s, self._is_alive)
         keeper.start(self._inherit, self._loop.fail)
-        service, relay = self._service, self._service.relay
-        listening = relay.listen(lease, lambda: bool(keeper.peers), service.obey)
-        for work in (service.followers.run(), service.handovers.watch(), relay.send(), listening):
+        desk, relay = self._desk, self._desk.relay
+        listening = relay.listen(lease, lambda: bool(keeper.peers), desk.obey)
+        for work in (desk.followers.run(), desk.handovers.watch(), relay.send(), listening):
             self._keep_at(work)
 
     def close(self) -> None:
@@ -91,4 +91,4 @@ class Peers:
     def _inherit(self, estate: Estate) -> None:
         if not self._closed and not self._loop.failure.done():
             self._executors.inherit([address for _, address in estate.executors])
-            take_up(self._loop, estate.requests, self._service.followers.hand_over)
+            take_up(self._loop, estate.requests, self._desk.followers.hand_over)

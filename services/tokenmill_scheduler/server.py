@@ -33,6 +33,7 @@ from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.live import may_gather
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.loop_desk import LoopDesk
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.operators import Operators
 from tokenmill_scheduler.pacing import Repeats
@@ -40,7 +41,6 @@ from tokenmill_scheduler.peers import Peers
 from tokenmill_scheduler.reads import RETRY_DELAY_S
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.retention import prune_for_ever
-from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.servicers.admin import AdminServicer
 from tokenmill_scheduler.servicers.errors import SUBMIT_REFUSALS
 from tokenmill_scheduler.servicers.inference import InferenceServicer
@@ -89,10 +89,10 @@ class SchedulerServer:
             settings.max_message_bytes,
             self._health.changed,
             settings.executor_tls,
-            lambda executor: self.service.handovers.executor_gone(executor),
+            lambda executor: self.desk.handovers.executor_gone(executor),
             Repeats(settings.num_scheduler_steps, settings.commit_interval_s),
         )
-        self.service = Service(
+        self.desk = LoopDesk(
             settings.queue_limits,
             self.loop,
             self._models,
@@ -107,18 +107,18 @@ class SchedulerServer:
             ledger,
             self.loop,
             self._writer,
-            self.service,
+            self.desk,
             self.executors,
             is_alive=lambda: not self._not_alive(),
             keep_at=self._keep_at,
         )
-        self.operators = Operators(self.loop, ledger, self.service.check_open)
+        self.operators = Operators(self.loop, ledger, self.desk.check_open)
         self._stopping = False
         refused = self.loop.metrics.refuse
-        intake = Intake(self.service, max_prompt_tokens=settings.max_prompt_tokens)
-        self._inference = InferenceServicer(self.service, intake, refused, settings.max_message_bytes)
+        intake = Intake(self.desk, max_prompt_tokens=settings.max_prompt_tokens)
+        self._inference = InferenceServicer(self.desk, intake, refused, settings.max_message_bytes)
         self._server = new_server(self.access, refused, settings.max_message_bytes)
-        add_services(self._server, self._inference, AdminServicer(self.service, self.operators), self._health.servicer)
+        add_services(self._server, self._inference, AdminServicer(self.desk, self.operators), self._health.servicer)
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
 
@@ -134,7 +134,7 @@ class SchedulerServer:
         await self.operators.refresh()
         if not self._settings.is_alone:
             # What others' executors can hold is known before anything is found to be too long.
-            await self.service.handovers.look()
+            await self.desk.handovers.look()
         take_up(self.loop, estate.requests)
         watches = [self.loop.tick(), self._health.watch(), self.access.watch(self._use_quotas), self.operators.watch()]
         if self._settings.retention_s:
@@ -156,7 +156,7 @@ class SchedulerServer:
         until_s = time.monotonic() + grace_s
         self._stopping = True
         self._peers.close()
-        self.service.close()
+        self.desk.close()
         await self._health.shut_down()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.loop.stop_planning(), grace_s)
@@ -165,7 +165,7 @@ class SchedulerServer:
             log.error("not all could be written; it will be computed again", backlog=self._writer.backlog)
         await self._peers.give_up_lease(LAST_WORDS_S)
         reason = Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S)
-        self.service.close_streams(reason)
+        self.desk.close_streams(reason)
         with contextlib.suppress(TimeoutError):
             # gRPC alone would wait for a client that stands still, for 40 s.
             last_words = asyncio.gather(self._inference.close_streams(reason), self._server.stop(LAST_WORDS_S))

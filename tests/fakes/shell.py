@@ -24,9 +24,9 @@ from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import Lease, Outcome, Record, Submission
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.loop_desk import LoopDesk
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.pacing import ONE_STEP, Pacer, Repeats
-from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.text.model import TextModel
 from tokenmill_scheduler.wire import ExecutorFacts
 
@@ -198,7 +198,7 @@ class Shell:
     writer: HeldWriter
     clock: SetClock
     loop: Loop
-    service: Service
+    desk: LoopDesk
     executor: PlayedExecutor
 
     @classmethod
@@ -212,15 +212,15 @@ class Shell:
     ) -> Shell:
         clock, writer = SetClock(), HeldWriter(ledger)
         loop = Loop(Scheduler(config or SchedulerConfig()), writer, _no_text, GRACE_S, clock, IdleClients(idle_client_timeout_s))
-        service = Service(QueueLimits(max_queue_len), loop, Models(), ledger, writer, patience_s=patience_s)
-        return cls(ledger, writer, clock, loop, service, PlayedExecutor())
+        desk = LoopDesk(QueueLimits(max_queue_len), loop, Models(), ledger, writer, patience_s=patience_s)
+        return cls(ledger, writer, clock, loop, desk, PlayedExecutor())
 
     async def join(self, epoch: int = 1) -> None:
         self.loop.joined(self.executor.drive(epoch))
         await settle()
 
     async def submit(self, submitted: Request, digest: bytes = b"d") -> Submitted:
-        answer = await self.service.submit(submitted, digest)
+        answer = await self.desk.submit(submitted, digest)
         await settle()
         return answer
 
@@ -233,7 +233,7 @@ class Shell:
         ticking = asyncio.create_task(self.loop.tick())
         await settle()
         ticking.cancel()
-        return [(await self.service.status(name)).stored.state for name in names]
+        return [(await self.desk.status(name)).stored.state for name in names]
 
     async def run_out(self) -> None:
         """Steps until no plan is out."""

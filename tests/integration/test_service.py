@@ -290,7 +290,7 @@ async def test_two_executors_of_one_name_are_not_both_driven(processes: Processe
     with capture_logs() as logs:
         async with scheduler(executor, twin) as server:
             await eventually(lambda: _is_logged(logs, "give each executor a name of its own"))
-            assert len(server.service.executors()) == 1
+            assert len(server.desk.executors()) == 1
 
 
 async def _is_logged(logs: Sequence[MutableMapping[str, Any]], words: str) -> bool:
@@ -303,11 +303,11 @@ async def test_two_executors_share_the_work(processes: Processes, executor: Serv
         await eventually(lambda: _connected(server, 2))
         streams = await asyncio.gather(*[caller.run(spec([30 + index], 100)) for index in range(8)])
         assert [stream.tokens for stream in streams] == [foretold([30 + index], 100) for index in range(8)]
-        assert all(status.steps > 0 for status in server.service.executors())
+        assert all(status.steps > 0 for status in server.desk.executors())
 
 
 async def _connected(server: SchedulerServer, count: int) -> bool:
-    return len(server.service.executors()) == count
+    return len(server.desk.executors()) == count
 
 
 async def test_c42_a_loop_that_stands_still_is_told_by_liveness(executor: ServiceProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tokenmill_scheduler.core.choices import choice_ids, further_choices
 from tokenmill_scheduler.core.request import TERMINAL, Request
 from tokenmill_scheduler.desk.errors import IndexAhead, Refused, RequestEnded, Unavailable
 from tokenmill_scheduler.desk.records import Ended
-from tokenmill_scheduler.service import Service
+from tokenmill_scheduler.loop_desk import LoopDesk
 
 from tests.fakes.shell import output_of, request
 from tests.simulation.node import Node, call
@@ -42,7 +42,7 @@ class Watcher:
             await asyncio.sleep(COME_AGAIN_S)
 
     async def _read(self, node: Node) -> None:
-        attachment = await call(node, node.service.attach(self.request.request_id, len(self.tokens)))
+        attachment = await call(node, node.desk.attach(self.request.request_id, len(self.tokens)))
         assert list(attachment.earlier) == self.tokens
         try:
             async for item in attachment.chunks:
@@ -116,30 +116,30 @@ class Clients:
     # ---- calls -----------------------------------------------------------------------------------------------------------------
 
     async def _submit(self, new: Request) -> None:
-        if await self._until_answered(lambda service: service.submit(new, b"d"), tries=4):
+        if await self._until_answered(lambda desk: desk.submit(new, b"d"), tries=4):
             self.accepted.update(choice_ids(new))
 
     async def _cancel(self, request_id: str) -> None:
-        async def cancel(service: Service) -> None:
-            assert (await service.cancel(request_id, "")).state in TERMINAL
+        async def cancel(desk: LoopDesk) -> None:
+            assert (await desk.cancel(request_id, "")).state in TERMINAL
             for choice in choice_ids(self.asked[request_id]):
-                assert (await service.status(choice)).stored.state in TERMINAL, "a cancel was answered, and it has not ended"
+                assert (await desk.status(choice)).stored.state in TERMINAL, "a cancel was answered, and it has not ended"
 
         await self._until_answered(cancel)
 
     async def _update(self, request_id: str, priority: int | None, deadline_s: float | None) -> None:
-        async def update(service: Service) -> None:
-            updated = (await service.update(request_id, priority, deadline_s)).stored.request
+        async def update(desk: LoopDesk) -> None:
+            updated = (await desk.update(request_id, priority, deadline_s)).stored.request
             # Of several choices the first may have ended before.
             assert updated.n > 1 or updated.priority in [asked for asked, _ in self.updates[request_id]]
 
         await self._until_answered(update)
 
-    async def _until_answered(self, ask: Callable[[Service], Coroutine[Any, Any, object]], tries: int = 10) -> bool:
+    async def _until_answered(self, ask: Callable[[LoopDesk], Coroutine[Any, Any, object]], tries: int = 10) -> bool:
         for _ in range(tries):
             try:
                 if (node := self._pick()) is not None:
-                    await call(node, ask(node.service))
+                    await call(node, ask(node.desk))
                     return True
             except RequestEnded:
                 return True

@@ -19,9 +19,9 @@ from tokenmill_scheduler.lease import LeaseKeeper, take_lease
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.records import Estate, Lease, Outcome, Record, Submission
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.loop_desk import LoopDesk
 from tokenmill_scheduler.models import Models
 from tokenmill_scheduler.recovery import take_up
-from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.session import SessionLimits
 
 from tests.fakes.memory_ledger import MemoryLedger
@@ -136,8 +136,8 @@ class Node:
         limits = QueueLimits(10_000)
         # The door is a ledger to whoever asks it.
         door: Any = self.door
-        self.service = Service(limits, self.loop, models, door, self.writer, announce_s=GRACE_S / 3, patience_s=LEASE_S)
-        gone = self.service.handovers.executor_gone
+        self.desk = LoopDesk(limits, self.loop, models, door, self.writer, announce_s=GRACE_S / 3, patience_s=LEASE_S)
+        gone = self.desk.handovers.executor_gone
         self.executors = Executors(told, self.loop, models, door, SessionLimits(), 1 << 20, lambda: None, None, gone)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -146,16 +146,16 @@ class Node:
         door: Any = self.door
         self.lease, estate = take_lease(door, self.name, LEASE_S, alone=False, told=self.told)
         self.writer.lease = self.lease
-        self.service.open(self.lease)
-        await self.service.handovers.look()
+        self.desk.open(self.lease)
+        await self.desk.handovers.look()
         take_up(self.loop, estate.requests)
         self.executors.start(self.lease)
         self.executors.inherit([address for _, address in estate.executors])
         clock = asyncio.get_running_loop().time
         self.keeper = LeaseKeeper(door, self.lease, LEASE_S, lambda: not self.loop.failure.done(), clock)
-        service, relay = self.service, self.service.relay
-        listening = relay.listen(self.lease, lambda: bool(self.keeper.peers), service.obey)
-        for work in (self._keep(), self.loop.tick(), service.followers.run(), service.handovers.watch(), relay.send(), listening):
+        desk, relay = self.desk, self.desk.relay
+        listening = relay.listen(self.lease, lambda: bool(self.keeper.peers), desk.obey)
+        for work in (self._keep(), self.loop.tick(), desk.followers.run(), desk.handovers.watch(), relay.send(), listening):
             self._keep_at(work)
 
     async def _keep(self) -> None:
@@ -168,7 +168,7 @@ class Node:
     def _inherit(self, estate: Estate) -> None:
         if self.alive and not self.loop.failure.done():
             self.executors.inherit([address for _, address in estate.executors])
-            take_up(self.loop, estate.requests, self.service.followers.hand_over)
+            take_up(self.loop, estate.requests, self.desk.followers.hand_over)
 
     def _keep_at(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -197,8 +197,8 @@ class Node:
         reason = Unavailable("the scheduler died", 0.1)
         self.loop.fail(reason)
         assert self.failure is not None
-        self.service.close()
-        self.service.close_streams(reason)
+        self.desk.close()
+        self.desk.close_streams(reason)
         self.writer.close()
         tasks = [*self._tasks, *self.executors._tasks]
         for task in tasks:
@@ -207,7 +207,7 @@ class Node:
 
     async def stop(self) -> None:
         """In order: its lease is given up. Raises LedgerUnavailable, and has then crashed."""
-        self.service.close()
+        self.desk.close()
         await self.executors.leave(0.1)
         self.writer.commit()
         try:

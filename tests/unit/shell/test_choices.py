@@ -53,11 +53,11 @@ async def test_c38_n_counts_as_n() -> None:
 async def test_c38_choices_on_their_way_to_disk_count_too() -> None:
     shell = Shell.over(MemoryLedger(), max_queue_len=4)
     shell.writer.hold = True
-    arriving = asyncio.create_task(shell.service.submit(group("a", n=3), b"d"))
+    arriving = asyncio.create_task(shell.desk.submit(group("a", n=3), b"d"))
     await settle()
     with pytest.raises(QueueFull):
-        await shell.service.submit(group("b", n=2), b"d")
-    last = asyncio.create_task(shell.service.submit(request("c"), b"d"))
+        await shell.desk.submit(group("b", n=2), b"d")
+    last = asyncio.create_task(shell.desk.submit(request("c"), b"d"))
     await settle()
     shell.writer.commit()
     await asyncio.gather(arriving, last)
@@ -67,7 +67,7 @@ async def test_c38_choices_on_their_way_to_disk_count_too() -> None:
 async def test_each_choice_has_its_own_stream_and_they_run_together(shell: Shell) -> None:
     await shell.join()
     await shell.submit(group())
-    attachments = await shell.service.attach_all(dict.fromkeys(choice_ids(group()), 0))
+    attachments = await shell.desk.attach_all(dict.fromkeys(choice_ids(group()), 0))
     await shell.run_out()
     for attachment in attachments:
         assert await read_all(attachment) == (output_of(group()), Ended(State.DONE, FinishReason.LENGTH, 4))
@@ -78,7 +78,7 @@ async def test_an_index_ahead_of_one_choice_leaves_no_reader_at_the_others(shell
     await shell.join()
     await shell.submit(group(detached=False))
     with pytest.raises(IndexAhead):
-        await shell.service.attach_all({"a": 0, "a/1": 1})
+        await shell.desk.attach_all({"a": 0, "a/1": 1})
     assert states(shell) == [State.PREFILL] * 3
     assert shell.loop.live.num_readers == 0
 
@@ -87,11 +87,11 @@ async def test_c10_cancelling_the_request_ends_every_choice(shell: Shell) -> Non
     await shell.join()
     await shell.submit(group(max_tokens=50))
     await shell.step()
-    assert await shell.service.cancel("a/1", "this one alone") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await shell.desk.cancel("a/1", "this one alone") == Cancellation(State.CANCELLED, already_ended=False)
     assert State.CANCELLED not in states(shell)[::2]
-    assert await shell.service.cancel("a", "all") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await shell.desk.cancel("a", "all") == Cancellation(State.CANCELLED, already_ended=False)
     assert states(shell) == [State.CANCELLED] * 3
-    assert await shell.service.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
+    assert await shell.desk.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
     await shell.run_out()
     assert (shell.loop.load().num_requests_running, len(shell.loop.live)) == (0, 0)
 
@@ -103,13 +103,13 @@ async def test_a_request_whose_first_choice_has_ended_can_still_be_cancelled_and
     shell.loop.handle(_ended_by_deadline("a"))
     await settle()
     assert states(shell)[0] is State.EXPIRED
-    await shell.service.update("a", 7, None)
+    await shell.desk.update("a", 7, None)
     assert [found.request.priority for name in ("a/1", "a/2") if (found := shell.ledger.find(name))] == [7, 7]
-    assert await shell.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await shell.desk.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
     assert states(shell) == [State.EXPIRED, State.CANCELLED, State.CANCELLED]
-    assert await shell.service.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
+    assert await shell.desk.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
     with pytest.raises(RequestEnded):
-        await shell.service.update("a", 8, None)
+        await shell.desk.update("a", 8, None)
 
 
 async def test_of_updates_at_once_each_is_carried_out_and_recorded_once(shell: Shell) -> None:
@@ -117,7 +117,7 @@ async def test_of_updates_at_once_each_is_carried_out_and_recorded_once(shell: S
     await shell.submit(group())
     shell.writer.hold = True
     priorities = {"ann": 7, "bob": 5, "cid": 0}
-    updates = [asyncio.create_task(shell.service.update("a", to, None, "", actor)) for actor, to in priorities.items()]
+    updates = [asyncio.create_task(shell.desk.update("a", to, None, "", actor)) for actor, to in priorities.items()]
     await settle()
     shell.writer.hold = False
     shell.writer.commit()
@@ -129,7 +129,7 @@ async def test_of_updates_at_once_each_is_carried_out_and_recorded_once(shell: S
 async def test_an_update_that_waits_for_a_choice_on_its_way_is_not_carried_out_again_on_all(shell: Shell) -> None:
     await shell.submit(group())
     shell.writer.hold = True
-    updating = asyncio.create_task(shell.service.update("a", 7, None, "", "ann"))
+    updating = asyncio.create_task(shell.desk.update("a", 7, None, "", "ann"))
     await settle()
     moving = shell.loop.live.get("a/1")
     assert moving is not None
@@ -137,7 +137,7 @@ async def test_an_update_that_waits_for_a_choice_on_its_way_is_not_carried_out_a
     shell.writer.hold = False
     shell.writer.commit()
     await settle()
-    await shell.service.update("a/2", 3, None)
+    await shell.desk.update("a/2", 3, None)
     assert not updating.done()
     moving.leaving = False
     await updating
@@ -147,14 +147,14 @@ async def test_an_update_that_waits_for_a_choice_on_its_way_is_not_carried_out_a
 
 async def test_an_update_of_one_choice_is_for_it_alone(shell: Shell) -> None:
     await shell.submit(group())
-    await shell.service.update("a/2", 7, None)
+    await shell.desk.update("a/2", 7, None)
     assert [found.request.priority for name in choice_ids(group()) if (found := shell.ledger.find(name))] == [0, 0, 7]
 
 
 async def test_c13_the_last_reader_of_each_choice_takes_it_along(shell: Shell) -> None:
     await shell.join()
     await shell.submit(group(max_tokens=50, detached=False))
-    attachments = await shell.service.attach_all(dict.fromkeys(choice_ids(group()), 0))
+    attachments = await shell.desk.attach_all(dict.fromkeys(choice_ids(group()), 0))
     await shell.step()
     for attachment in attachments:
         await attachment.chunks.aclose()
@@ -169,7 +169,7 @@ async def test_one_failed_choice_is_tried_again_by_itself(shell: Shell) -> None:
     await settle()
     entry = ledger._entries["a/1"]
     ledger._entries["a/1"] = replace(entry, stored=replace(entry.stored, state=State.FAILED))
-    await shell.service.retry("a/1", "again", "", "ann")
+    await shell.desk.retry("a/1", "again", "", "ann")
     found = ledger.find("again")
     assert found is not None
     assert (found.request.retry_of, found.request.n, found.request.choice, found.request.parent) == ("a/1", 1, 0, "")
@@ -192,7 +192,7 @@ async def test_c72_a_group_that_has_not_run_is_taken_up_as_one_and_one_that_has_
     names = [*choice_ids(group("ran", n=2)), *choice_ids(group("waits"))]
     counts = {name: len(ledger.output(name).token_ids) for name in names}
     assert counts["ran"] > 0
-    attachments = await heir.service.attach_all(counts)
+    attachments = await heir.desk.attach_all(counts)
     await heir.join(epoch=2)
     await heir.run_out()
     assert [len(plan.admit) for plan in heir.executor.plans if plan.admit] == [2, 3], (

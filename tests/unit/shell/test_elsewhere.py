@@ -33,9 +33,9 @@ class Pair:
         shell = Shell.over(self.ledger, patience_s=patience_s)
         lease = self.ledger.take_lease(name, 3600)
         shell.writer.lease = lease
-        shell.service.open(lease)
-        relay = shell.service.relay
-        work = (shell.service.followers.run(), relay.send(), relay.listen(lease, lambda: True, shell.service.obey))
+        shell.desk.open(lease)
+        relay = shell.desk.relay
+        work = (shell.desk.followers.run(), relay.send(), relay.listen(lease, lambda: True, shell.desk.obey))
         self.shells[name], self.leases[name] = shell, lease
         self.tasks[name] = [asyncio.create_task(one) for one in work]
         return shell
@@ -46,7 +46,7 @@ class Pair:
 
     def take_over(self, heir: str, fallen: str) -> None:
         estate = self.ledger.take_over(self.leases[heir], [self.leases[fallen].number])
-        take_up(self.shells[heir].loop, estate.requests, self.shells[heir].service.followers.hand_over)
+        take_up(self.shells[heir].loop, estate.requests, self.shells[heir].desk.followers.hand_over)
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ async def test_a_stream_of_anothers_request_has_every_token_and_the_end(mine: Sh
     await mine.submit(request("a", max_tokens=9))
     for _ in range(3):
         await mine.step()
-    reading = [asyncio.create_task(read_all(await other.service.attach("a", index))) for index in (0, 1)]
+    reading = [asyncio.create_task(read_all(await other.desk.attach("a", index))) for index in (0, 1)]
     with pytest.raises(IndexAhead):
-        await other.service.attach("a", 100)
+        await other.desk.attach("a", 100)
     await mine.run_out()
     for tokens, ended in await asyncio.gather(*reading):
         assert tokens == output_of(request("a", max_tokens=9))
@@ -106,20 +106,20 @@ async def test_a_reader_that_has_seen_more_elsewhere_than_is_followed_here(pair:
     await mine.join()
     await mine.submit(request("a", max_tokens=9))
     pair.kill("other")
-    await other.service.attach("a", 0)
+    await other.desk.attach("a", 0)
     for _ in range(3):
         await mine.step()
-    attachment = await other.service.attach("a", 2)
+    attachment = await other.desk.attach("a", 2)
     assert attachment.earlier == output_of(request("a", max_tokens=9))[:2]
 
 
 async def test_a_request_followed_here_goes_on_here_when_it_is_taken_over(pair: Pair, mine: Shell, other: Shell) -> None:
     await mine.join()
     await mine.submit(request("a", max_tokens=9, detached=False))
-    await mine.service.attach("a", 0)
+    await mine.desk.attach("a", 0)
     for _ in range(3):
         await mine.step()
-    attachment = await other.service.attach("a", 0)
+    attachment = await other.desk.attach("a", 0)
     first = await anext(attachment.chunks)
     assert isinstance(first, Chunk)
     pair.kill("mine")
@@ -143,24 +143,24 @@ async def read_rest(chunks: ChunkStream, tokens: tuple[int, ...]) -> tuple[int, 
 
 async def test_c12_a_cancel_through_another_scheduler_ends_the_stream(mine: Shell, other: Shell) -> None:
     await mine.submit(request("a"))
-    reading = asyncio.create_task(read_all(await mine.service.attach("a", 0)))
-    assert await other.service.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
+    reading = asyncio.create_task(read_all(await mine.desk.attach("a", 0)))
+    assert await other.desk.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
     assert (await reading)[1].state is State.CANCELLED
-    assert (await other.service.transitions("a"))[-1].reason == "not needed"
-    assert await other.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=True)
+    assert (await other.desk.transitions("a"))[-1].reason == "not needed"
+    assert await other.desk.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=True)
 
 
 async def test_an_update_through_another_scheduler(mine: Shell, other: Shell) -> None:
     await mine.submit(request("a"))
-    changed = await other.service.update("a", 7, 5_000.0)
+    changed = await other.desk.update("a", 7, 5_000.0)
     assert (changed.stored.request.priority, changed.stored.request.deadline_s) == (7, 5_000.0)
     assert changed.wait_reason == "scheduler mine has it"
     live = mine.loop.live.get("a")
     assert live is not None
     assert live.request.priority == 7
-    await mine.service.cancel("a", "")
+    await mine.desk.cancel("a", "")
     with pytest.raises(RequestEnded):
-        await other.service.update("a", 8, None)
+        await other.desk.update("a", 8, None)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -168,7 +168,7 @@ async def test_of_updates_at_once_through_another_scheduler_each_is_recorded_onc
     pair: Pair, mine: Shell, other: Shell, n: int
 ) -> None:
     await mine.submit(request("a", n=n, best_of=n))
-    await asyncio.gather(*[other.service.update("a", to, None, "", actor) for actor, to in {"ann": 7, "bob": 5}.items()])
+    await asyncio.gather(*[other.desk.update("a", to, None, "", actor) for actor, to in {"ann": 7, "bob": 5}.items()])
     assert [action.actor for action in pair.ledger.actions(ActionQuery()).actions] == ["bob", "ann"]
     assert [stored.request.priority for name in ("a", "a/1")[:n] if (stored := pair.ledger.find(name))] == [5] * n
 
@@ -181,9 +181,9 @@ async def test_a_scheduler_that_neither_answers_nor_falls_is_unavailable(
     await mine.submit(request("a"))
     pair.kill("mine")
     with pytest.raises(Unavailable, match="does not answer"):
-        await hasty.service.cancel("a", "")
+        await hasty.desk.cancel("a", "")
     await until(lambda: not pair.ledger.received(pair.leases["mine"]))
-    assert (await hasty.service.status("a")).stored.state is State.WAITING, "withdrawn"
+    assert (await hasty.desk.status("a")).stored.state is State.WAITING, "withdrawn"
 
 
 async def test_changes_of_a_request_whose_scheduler_has_fallen_wait_for_its_heir(pair: Pair, mine: Shell, other: Shell) -> None:
@@ -192,8 +192,8 @@ async def test_changes_of_a_request_whose_scheduler_has_fallen_wait_for_its_heir
     for name in ("a", "b"):
         await mine.submit(request(name))
     pair.kill("mine")
-    updating = asyncio.create_task(third.service.update("a", 5, None, "urgent", "op"))
-    cancelling = asyncio.create_task(other.service.cancel("b", "not needed", "op"))
+    updating = asyncio.create_task(third.desk.update("a", 5, None, "urgent", "op"))
+    cancelling = asyncio.create_task(other.desk.cancel("b", "not needed", "op"))
     await until(lambda: len(pair.ledger.received(pair.leases["mine"])) == 2)
     pair.take_over("other", "mine")
     assert (await updating).stored.request.priority == 5
@@ -207,21 +207,21 @@ async def test_a_change_that_waits_for_a_takeover_is_given_up_when_its_scheduler
 ) -> None:
     await mine.submit(request("a"))
     pair.kill("mine")
-    cancelling = asyncio.create_task(other.service.cancel("a", ""))
+    cancelling = asyncio.create_task(other.desk.cancel("a", ""))
     await until(lambda: bool(pair.ledger.received(pair.leases["mine"])))
     # It is other's by the ledger, which has not heard of it.
     pair.ledger.take_over(pair.leases["other"], [pair.leases["mine"].number])
     await asyncio.sleep(0.2)
     assert not cancelling.done()
-    other.service.close()
+    other.desk.close()
     with pytest.raises(Unavailable, match="shutting down"):
         await cancelling
 
 
 async def test_an_outage_delays_commands_and_streams(pair: Pair, mine: Shell, other: Shell) -> None:
     await mine.submit(request("a"))
-    reading = asyncio.create_task(read_all(await other.service.attach("a", 0)))
-    cancelling = asyncio.create_task(other.service.cancel("a", ""))
+    reading = asyncio.create_task(read_all(await other.desk.attach("a", 0)))
+    cancelling = asyncio.create_task(other.desk.cancel("a", ""))
     # Looked up, and asked for; before that the outage would refuse the call.
     await until(lambda: bool(pair.ledger._leases.commands) or state_of(pair, "a") is State.CANCELLED)
     pair.ledger.unavailable = True
@@ -233,11 +233,11 @@ async def test_an_outage_delays_commands_and_streams(pair: Pair, mine: Shell, ot
 
 async def test_c13_the_last_reader_elsewhere_takes_a_request_along(pair: Pair, mine: Shell, other: Shell) -> None:
     await mine.submit(request("a", detached=False))
-    one, away = await mine.service.attach("a", 0), await other.service.attach("a", 0)
+    one, away = await mine.desk.attach("a", 0), await other.desk.attach("a", 0)
     await until(lambda: is_read_elsewhere(mine))
     await one.chunks.aclose()
     await settle()
-    assert (await mine.service.status("a")).stored.state is State.WAITING
+    assert (await mine.desk.status("a")).stored.state is State.WAITING
     await away.chunks.aclose()
     await until(lambda: state_of(pair, "a") is State.CANCELLED)
 
@@ -245,7 +245,7 @@ async def test_c13_the_last_reader_elsewhere_takes_a_request_along(pair: Pair, m
 async def test_a_reader_elsewhere_that_is_heard_of_no_more_counts_for_the_grace(pair: Pair, mine: Shell, other: Shell) -> None:
     await mine.join()
     await mine.submit(request("a", max_tokens=1_000, detached=False))
-    await other.service.attach("a", 0)
+    await other.desk.attach("a", 0)
     await until(lambda: is_read_elsewhere(mine))
     pair.kill("other")
     mine.clock.now_s += GRACE_S + 1
@@ -254,19 +254,19 @@ async def test_a_reader_elsewhere_that_is_heard_of_no_more_counts_for_the_grace(
 
 async def test_at_shutdown_streams_of_others_requests_say_attach_again(mine: Shell, other: Shell) -> None:
     await mine.submit(request("a", detached=False))
-    away = await other.service.attach("a", 0)
-    other.service.close()
-    other.service.close_streams(Unavailable("attach again", 1.0))
+    away = await other.desk.attach("a", 0)
+    other.desk.close()
+    other.desk.close_streams(Unavailable("attach again", 1.0))
     with pytest.raises(Unavailable, match="attach again"):
         await anext(away.chunks)
     await away.chunks.aclose()
-    assert (await mine.service.status("a")).stored.state is State.WAITING
+    assert (await mine.desk.status("a")).stored.state is State.WAITING
 
 
 async def test_what_an_operator_did_elsewhere_is_recorded_though_its_caller_has_gone(pair: Pair, mine: Shell, other: Shell) -> None:
     await mine.join()
     await mine.submit(request("a", max_tokens=9))
-    asking = asyncio.create_task(other.service.cancel("a", "not needed", actor="ann"))
+    asking = asyncio.create_task(other.desk.cancel("a", "not needed", actor="ann"))
     sent = pair.leases["mine"]
     await until(lambda: bool(pair.ledger.received(sent)) or state_of(pair, "a") is State.CANCELLED)
     pair.kill("other")
@@ -285,11 +285,11 @@ async def test_choices_of_a_request_are_read_changed_and_taken_over_elsewhere_as
     await mine.submit(request("b", n=3, best_of=3))
     for _ in range(3):
         await mine.step()
-    reading = [asyncio.create_task(read_all(one)) for one in await other.service.attach_all({"a": 0, "a/1": 0})]
-    await other.service.update("b", 5, None)
+    reading = [asyncio.create_task(read_all(one)) for one in await other.desk.attach_all({"a": 0, "a/1": 0})]
+    await other.desk.update("b", 5, None)
     assert [stored.request.priority for name in ("b", "b/1", "b/2") if (stored := pair.ledger.find(name))] == [5, 5, 5]
-    assert await other.service.cancel("b/2", "") == Cancellation(State.CANCELLED, already_ended=False)
-    assert await other.service.cancel("b", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await other.desk.cancel("b/2", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await other.desk.cancel("b", "") == Cancellation(State.CANCELLED, already_ended=False)
     assert [state_of(pair, name) for name in ("b", "b/1", "b/2")] == [State.CANCELLED] * 3
     await mine.run_out()
     for tokens, ended in await asyncio.gather(*reading):

@@ -29,7 +29,7 @@ from tests.fakes.shell import PlayedExecutor, Shell, output_of, read_all, reques
 def start(ledger: MemoryLedger, name: str) -> tuple[Shell, Lease]:
     shell, lease = Shell.over(ledger), ledger.take_lease(name, 3600)
     shell.writer.lease = lease
-    shell.service.open(lease)
+    shell.desk.open(lease)
     return shell, lease
 
 
@@ -65,7 +65,7 @@ class SlowRead:
 async def obey(shell: Shell, lease: Lease) -> None:
     """As `Relay.listen` does."""
     received = shell.ledger.received(lease)
-    await shell.service.obey([command for _, command in received])
+    await shell.desk.obey([command for _, command in received])
     shell.ledger.settle([number for number, _ in received])
     await settle()
 
@@ -83,14 +83,14 @@ async def is_live(shell: Shell, request_id: str) -> bool:
 
 def gone(shell: Shell) -> None:
     """It is found that another scheduler drives the executor."""
-    shell.service.handovers.executor_gone(shell.executor.facts.description)
+    shell.desk.handovers.executor_gone(shell.executor.facts.description)
 
 
 async def drives(shell: Shell, lease: Lease, epoch: int = 1) -> None:
     """The executor is claimed, joins, and the other schedulers are told."""
     shell.ledger.claim_executor(lease, "played", "here", inherited=False, at_least=epoch)
     await shell.join(epoch)
-    await shell.service.handovers.look()
+    await shell.desk.handovers.look()
 
 
 async def test_what_only_an_executor_given_away_can_run_goes_on_at_its_new_driver() -> None:
@@ -99,7 +99,7 @@ async def test_what_only_an_executor_given_away_can_run_goes_on_at_its_new_drive
     await mine.join()
     await mine.submit(request("a", max_tokens=6, detached=False))
     await mine.submit(request("b", max_tokens=6, n=2, best_of=2))
-    reading = await mine.service.attach("a", 0)
+    reading = await mine.desk.attach("a", 0)
     for _ in range(3):
         await mine.step()
     await lose(mine)
@@ -115,7 +115,7 @@ async def test_what_only_an_executor_given_away_can_run_goes_on_at_its_new_drive
     await other.join(epoch=2)
     await obey(other, lease)
     await obey(other, lease)
-    attachments = [await other.service.attach(name, 1) for name in ("a", "b", "b/1")]
+    attachments = [await other.desk.attach(name, 1) for name in ("a", "b", "b/1")]
     outputs = [asyncio.create_task(read_all(attachment)) for attachment in attachments]
     await other.run_out()
     for output in outputs:
@@ -138,7 +138,7 @@ async def test_where_nobody_drives_the_executor_any_more_its_requests_stay_and_g
     await eventually(lambda: is_live(mine, "a"))
     assert mine.loop.why_waits("a") is not None
     await mine.join(epoch=2)
-    attachment = await mine.service.attach("a", 0)
+    attachment = await mine.desk.attach("a", 0)
     await mine.run_out()
     items = [item async for item in attachment.chunks]
     tokens = tuple(token for item in items if isinstance(item, Chunk) for token in item.token_ids)
@@ -153,12 +153,12 @@ async def test_an_executor_that_nobody_drives_any_more_is_forgotten_at_the_next_
     ledger.claim_executor(lease, "tiny", "there", inherited=False, at_least=0)
     ledger.tell_executors(lease, [tiny.facts.description])
     await mine.join()
-    await mine.service.handovers.look()
+    await mine.desk.handovers.look()
     await mine.submit(replace(request("long"), prompt=tuple(range(20))))
     await lose(mine)
     gone(mine)
     await eventually(lambda: is_live(mine, "long"))
-    await mine.service.handovers.look()
+    await mine.desk.handovers.look()
     assert mine.loop.live.runs("long")
 
 
@@ -167,7 +167,7 @@ async def test_a_request_that_becomes_durable_after_its_only_executor_has_gone_g
     (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
     await mine.join()
     mine.writer.hold = True
-    submitting = asyncio.create_task(mine.service.submit(request("a"), b"d"))
+    submitting = asyncio.create_task(mine.desk.submit(request("a"), b"d"))
     await settle()
     await lose(mine)
     await drives(other, lease, epoch=2)
@@ -175,7 +175,7 @@ async def test_a_request_that_becomes_durable_after_its_only_executor_has_gone_g
     mine.writer.hold = False
     mine.writer.commit()
     await submitting
-    await mine.service.handovers.look()
+    await mine.desk.handovers.look()
     await settle()
     await obey(other, lease)
     await other.run_out()
@@ -188,27 +188,27 @@ async def test_a_request_that_becomes_durable_after_its_only_executor_has_gone_g
 async def test_a_request_on_its_way_to_another_scheduler_is_changed_and_read_once_it_is_there() -> None:
     ledger = MemoryLedger()
     (mine, _), (other, lease) = start(ledger, "mine"), start(ledger, "other")
-    sending = asyncio.create_task(mine.service.relay.send())
+    sending = asyncio.create_task(mine.desk.relay.send())
     await mine.join()
     await mine.submit(request("a", n=2, best_of=2))
     await lose(mine)
     await drives(other, lease, epoch=2)
     mine.writer.hold = True
     gone(mine)
-    updating = asyncio.create_task(mine.service.update("a", 3, None))
-    attaching = asyncio.create_task(mine.service.attach("a/1", 0))
+    updating = asyncio.create_task(mine.desk.update("a", 3, None))
+    attaching = asyncio.create_task(mine.desk.attach("a/1", 0))
     await settle()
     assert not updating.done()
     assert not attaching.done()
-    assert (await mine.service.status("a")).stored.state is State.PREEMPTED
+    assert (await mine.desk.status("a")).stored.state is State.PREEMPTED
     mine.writer.hold = False
     mine.writer.commit()
     await settle()
     await obey(other, lease)
-    listening = asyncio.create_task(other.service.relay.listen(lease, lambda: True, other.service.obey))
+    listening = asyncio.create_task(other.desk.relay.listen(lease, lambda: True, other.desk.obey))
     assert (await updating).stored.request.priority == 3
     await (await attaching).chunks.aclose()
-    assert (await mine.service.cancel("a", "")).state is State.CANCELLED
+    assert (await mine.desk.cancel("a", "")).state is State.CANCELLED
     for task in (sending, listening):
         task.cancel()
 
@@ -222,7 +222,7 @@ async def test_a_cancel_that_comes_from_elsewhere_while_a_request_leaves_is_not_
     await drives(other, lease, epoch=2)
     mine.writer.hold = True
     gone(mine)
-    asking, sending = (asyncio.create_task(work) for work in (other.service.cancel("a", ""), other.service.relay.send()))
+    asking, sending = (asyncio.create_task(work) for work in (other.desk.cancel("a", ""), other.desk.relay.send()))
 
     async def is_asked() -> bool:
         return bool(ledger.received(my_lease))
@@ -250,11 +250,11 @@ async def test_a_request_of_a_scheduler_without_executors_goes_to_one_that_has_s
     other.executor = PlayedExecutor("another")
     ledger.claim_executor(lease, "another", "there", inherited=False, at_least=0)
     other.loop.joined(other.executor.drive())
-    await other.service.handovers.look()
+    await other.desk.handovers.look()
     for waited_s, its_scheduler in ((PATIENCE_S - 0.1, "mine"), (0.1, "other")):
         mine.clock.now_s += waited_s
         mine.loop.handle(Tick())
-        await mine.service.handovers.look()
+        await mine.desk.handovers.look()
         await settle()
         stored = ledger.find("a")
         assert stored is not None
@@ -263,7 +263,7 @@ async def test_a_request_of_a_scheduler_without_executors_goes_to_one_that_has_s
     for _ in range(4):
         other.loop.answered(other.loop.drives["another"], other.executor.answer())
         await settle()
-    assert (await mine.service.status("a")).stored.state is State.DONE
+    assert (await mine.desk.status("a")).stored.state is State.DONE
 
 
 async def test_a_long_request_is_not_failed_while_another_scheduler_has_an_executor_for_it() -> None:
@@ -274,11 +274,11 @@ async def test_a_long_request_is_not_failed_while_another_scheduler_has_an_execu
     mine.executor = PlayedExecutor("small", total_blocks=2)
     mine.loop.handle(ExecutorsAwaited(("large:1", "small:1")))
     await mine.submit(replace(request("long"), prompt=tuple(range(20))))
-    mine.service.handovers.executor_gone(other.executor.facts.description)
+    mine.desk.handovers.executor_gone(other.executor.facts.description)
     mine.loop.handle(ExecutorsAwaited(("small:1",)))
     mine.loop.joined(mine.executor.drive())
     mine.loop.handle(ExecutorsAwaited(()))
-    await mine.service.handovers.look()
+    await mine.desk.handovers.look()
     await settle()
     stored = ledger.find("long")
     assert stored is not None
@@ -311,13 +311,13 @@ async def test_choices_of_a_request_at_several_schedulers_are_changed_by_one_cal
     ledger.write([Submission(first, b"d")], my_lease)
     ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
     ledger.write([Handover("played", (second.request_id,), (0,))], my_lease)
-    await mine.service.handovers.take({"a": 0})
+    await mine.desk.handovers.take({"a": 0})
     await obey(other, lease)
-    listening = [asyncio.create_task(other.service.relay.listen(lease, lambda: True, other.service.obey))]
-    listening.append(asyncio.create_task(mine.service.relay.send()))
-    await mine.service.update("a", 5, None)
+    listening = [asyncio.create_task(other.desk.relay.listen(lease, lambda: True, other.desk.obey))]
+    listening.append(asyncio.create_task(mine.desk.relay.send()))
+    await mine.desk.update("a", 5, None)
     assert [one.request.priority for one, _ in ledger.unfinished()] == [5, 5]
-    assert await mine.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await mine.desk.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
     assert list(ledger.unfinished()) == []
     for task in listening:
         task.cancel()
@@ -329,7 +329,7 @@ async def cancelling_while(ledger: MemoryLedger, choice: str) -> AsyncIterator[t
     (mine, my_lease), (other, lease) = start(ledger, "mine"), start(ledger, "other")
     await mine.submit(request("a", n=2, best_of=2))
     ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
-    asking, sending = asyncio.create_task(other.service.cancel("a", "")), asyncio.create_task(other.service.relay.send())
+    asking, sending = asyncio.create_task(other.desk.cancel("a", "")), asyncio.create_task(other.desk.relay.send())
 
     async def is_asked() -> bool:
         return bool(ledger.received(my_lease))
@@ -358,7 +358,7 @@ async def test_a_cancel_given_again_that_finds_the_rest_ended_says_what_its_firs
     async with cancelling_while(ledger, "a") as (asking, other, lease):
         ledger.write([Transitioned("a", State.WAITING, State.EXPIRED, 9.0, finish_reason=FinishReason.EXPIRED)], lease)
         assert await asking == Cancellation(State.CANCELLED, already_ended=False)
-        assert await other.service.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
+        assert await other.desk.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
 
 
 async def test_a_long_request_is_not_failed_between_a_takeover_and_its_news() -> None:
@@ -369,9 +369,9 @@ async def test_a_long_request_is_not_failed_between_a_takeover_and_its_news() ->
     mine.executor = PlayedExecutor("small", total_blocks=2)
     mine.loop.joined(mine.executor.drive())
     ledger.take_over(my_lease, [lease.number])
-    await mine.service.handovers.look()
+    await mine.desk.handovers.look()
     await mine.submit(replace(request("long"), prompt=tuple(range(20))))
-    assert (await mine.service.status("long")).wait_code == WaitCode.NEEDS_LARGER_EXECUTOR
+    assert (await mine.desk.status("long")).wait_code == WaitCode.NEEDS_LARGER_EXECUTOR
 
 
 async def test_what_was_known_of_executors_before_one_went_elsewhere_is_forgotten() -> None:
@@ -383,7 +383,7 @@ async def test_what_was_known_of_executors_before_one_went_elsewhere_is_forgotte
     mine.loop.joined(small.drive())
     ledger.claim_executor(lease, "tiny", "there", inherited=False, at_least=0)
     ledger.tell_executors(lease, [tiny.facts.description])
-    looking = asyncio.create_task(mine.service.handovers.look())
+    looking = asyncio.create_task(mine.desk.handovers.look())
     assert await asyncio.to_thread(ledger.asked.wait, 10)
     await lose(mine)
     ledger.claim_executor(lease, "played", "here", inherited=False, at_least=0)
@@ -406,13 +406,13 @@ async def test_a_command_to_take_a_request_that_comes_again_when_it_was_given_on
     mine.loop.hand_over(("a",))
     ledger.write([Handover("played", ("a",), (0,))], my_lease)
     commands = [command for _, command in ledger.received(lease)]
-    await other.service.obey(commands)
+    await other.desk.obey(commands)
     assert other.loop.live.runs("a")
     await lose(other)
     ledger.claim_executor(third_lease, "played", "there", inherited=False, at_least=0)
     gone(other)
     await settle()
-    await other.service.obey(commands)
+    await other.desk.obey(commands)
     assert not other.loop.live.has("a")
     stored = ledger.find("a")
     assert stored is not None
@@ -429,7 +429,7 @@ async def test_a_command_to_take_a_request_that_comes_again_as_it_ends_does_not_
     ledger.write([Handover("played", ("a",), (0,))], my_lease)
     await obey(other, lease)
     monkeypatch.setattr("tokenmill_scheduler.handover.read_ledger", read)
-    taking = asyncio.create_task(other.service.handovers.take({"a": 0}))
+    taking = asyncio.create_task(other.desk.handovers.take({"a": 0}))
     await settle()
     await other.run_out()
     read.may_answer.set()
@@ -444,7 +444,7 @@ async def test_a_request_taken_twice_at_once_runs_once(monkeypatch: pytest.Monke
     await drives(other, lease)
     ledger.write([Handover("played", ("a",), (0,))], my_lease)
     monkeypatch.setattr("tokenmill_scheduler.handover.read_ledger", read)
-    taking = [asyncio.create_task(other.service.handovers.take({"a": 0})) for _ in range(2)]
+    taking = [asyncio.create_task(other.desk.handovers.take({"a": 0})) for _ in range(2)]
     await settle()
     await other.run_out()
     read.may_answer.set()
@@ -461,6 +461,6 @@ async def test_a_request_that_is_handed_over_and_inherited_at_once_is_taken_up_o
     (mine, my_lease), (_, lease) = start(ledger, "mine"), start(ledger, "fallen")
     ledger.write([Submission(request("a"), b"d")], lease)
     estate = ledger.take_over(my_lease, [lease.number])
-    await mine.service.handovers.take({"a": 0})
+    await mine.desk.handovers.take({"a": 0})
     take_up(mine.loop, estate.requests)
     assert mine.loop.live.choices("a") == ["a"]

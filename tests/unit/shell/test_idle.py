@@ -73,7 +73,7 @@ async def test_a_request_whose_client_reads_nothing_expires_with_its_tokens_unle
     shell = Shell.over(MemoryLedger(), idle_client_timeout_s=TIMEOUT_S)
     await shell.join()
     await shell.submit(request("a", max_tokens=1_000, detached=detached))
-    attachment = await shell.service.attach("a", 0)
+    attachment = await shell.desk.attach("a", 0)
     await shell.step()
     await shell.step()
     assert State.EXPIRED not in await shell.states_after_tick("a")

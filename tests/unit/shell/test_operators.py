@@ -27,7 +27,7 @@ async def shell() -> Shell:
 
 
 def operators_of(shell: Shell) -> Operators:
-    return Operators(shell.loop, shell.ledger, shell.service.check_open)
+    return Operators(shell.loop, shell.ledger, shell.desk.check_open)
 
 
 def actions(shell: Shell, target: str = "") -> list[Action]:
@@ -123,7 +123,7 @@ async def test_a_paused_queue_says_by_whom_and_why_and_survives_a_restart(shell:
     await shell.submit(request("a"))
     assert shell.executor.plans == []
     assert shell.loop.load().queue_paused == "by ann: new model"
-    assert (await shell.service.status("a")).wait_reason == "the queue is paused by ann: new model"
+    assert (await shell.desk.status("a")).wait_reason == "the queue is paused by ann: new model"
 
     again, operators = await restarted(shell)
     await again.join()
@@ -133,7 +133,7 @@ async def test_a_paused_queue_says_by_whom_and_why_and_survives_a_restart(shell:
     assert again.loop.load().queue_paused == ""
     await settle()
     await again.run_out()
-    assert (await again.service.status("a")).stored.state is State.DONE
+    assert (await again.desk.status("a")).stored.state is State.DONE
     verbs = [(action.verb, action.actor, action.reason) for action in actions(shell)]
     assert verbs == [(ActionVerb.RESUME_QUEUE, "bob", ""), (ActionVerb.PAUSE_QUEUE, "ann", "new model")]
 
@@ -145,14 +145,14 @@ async def test_a_drained_executor_stays_so_across_a_restart_and_its_work_goes_el
     status = await operators.drain_executor("played", "ann", "new driver")
     assert (status.draining, status.connected) == (True, True)
     await shell.run_out()
-    assert (await shell.service.status("a")).wait_reason == "executor played is drained by ann: new driver"
+    assert (await shell.desk.status("a")).wait_reason == "executor played is drained by ann: new driver"
     other = PlayedExecutor("other")
     shell.loop.joined(other.drive())
     await settle()
     while other.unanswered:
         shell.loop.answered(shell.loop.drives["other"], other.answer())
         await settle()
-    assert (await shell.service.status("a")).stored.state is State.DONE
+    assert (await shell.desk.status("a")).stored.state is State.DONE
     assert shell.ledger.output("a").token_ids == output_of(request("a", max_tokens=6))
 
     again, operators = await restarted(shell)
@@ -229,17 +229,17 @@ async def test_nothing_is_held_back_while_the_ledger_is_away_or_the_scheduler_st
     shell.ledger.unavailable = True
     with pytest.raises(Unavailable):
         await operators.actions(ActionQuery())
-    shell.service.close()
+    shell.desk.close()
     with pytest.raises(Unavailable):
         await operators.resume_queue("ann", "")
 
 
 async def test_changes_of_requests_are_recorded_with_what_they_changed(shell: Shell) -> None:
     await shell.submit(request("a", priority=1))
-    await shell.service.update("a", 5, 2_000.0, "important", "ann")
-    await shell.service.update("a", 6, None)
-    await shell.service.cancel("a", "not needed", "bob")
-    await shell.service.cancel("a", "twice", "bob")
+    await shell.desk.update("a", 5, 2_000.0, "important", "ann")
+    await shell.desk.update("a", 6, None)
+    await shell.desk.cancel("a", "not needed", "bob")
+    await shell.desk.cancel("a", "twice", "bob")
     cancel, update = actions(shell, "a")
     assert (update.actor, update.verb, update.reason) == ("ann", ActionVerb.UPDATE, "important")
     assert update.detail == "priority 1 → 5; deadline none → 1970-01-01T00:33:20+00:00"
@@ -249,7 +249,7 @@ async def test_changes_of_requests_are_recorded_with_what_they_changed(shell: Sh
 async def test_an_action_is_in_the_transaction_of_what_it_does(shell: Shell) -> None:
     await shell.submit(request("a"))
     before = shell.ledger.writes
-    await shell.service.cancel("a", "", "ann")
+    await shell.desk.cancel("a", "", "ann")
     assert shell.ledger.writes == before + 1
 
 
@@ -257,18 +257,18 @@ async def test_a_failed_request_is_tried_again_as_a_new_one() -> None:
     shell = Shell.over(MemoryLedger(), config=SchedulerConfig(max_num_seqs=1))
     await shell.submit(request("a", deadline_s=1_030.0, queue_deadline_s=1_010.0, priority=3, detached=False))
     with pytest.raises(RequestNotFailed):
-        await shell.service.retry("a", "b", "", "ann")
+        await shell.desk.retry("a", "b", "", "ann")
     for epoch in (1, 2):
         await shell.join(epoch)
         shell.loop.lost(shell.loop.drives["played"], "killed")
         await settle()
-    failed = (await shell.service.status("a")).stored
+    failed = (await shell.desk.status("a")).stored
     assert (failed.state, failed.error_code) == (State.FAILED, 13), "quarantined"
     shell.clock.now_s += 100.0
-    await shell.service.retry("a", "b", "mended", "ann")
+    await shell.desk.retry("a", "b", "mended", "ann")
     (retry,) = actions(shell, "a")
     assert (retry.verb, retry.actor, retry.reason, retry.detail) == (ActionVerb.RETRY, "ann", "mended", "as b")
-    again = (await shell.service.status("b")).stored.request
+    again = (await shell.desk.status("b")).stored.request
     assert (again.retry_of, again.prompt, again.sampling, again.priority) == (
         "a",
         failed.request.prompt,
@@ -279,7 +279,7 @@ async def test_a_failed_request_is_tried_again_as_a_new_one() -> None:
     assert (again.arrival_s, again.deadline_s, again.queue_deadline_s) == (1_100.0, 1_030.0 + waited_s, 1_010.0 + waited_s)
     assert again.detached, "no client waits for it"
     with pytest.raises(UnknownRequest):
-        await shell.service.retry("nobody", "c", "", "ann")
+        await shell.desk.retry("nobody", "c", "", "ann")
 
 
 async def test_c69_every_request_has_one_end_whatever_operators_do() -> None:
@@ -293,12 +293,12 @@ async def test_c69_every_request_has_one_end_whatever_operators_do() -> None:
     await operators.pause_queue("ann", "")
     await operators.drain_executor("played", "ann", "")
     for name in ("r0", "r7"):
-        await shell.service.cancel(name, "", "ann")
+        await shell.desk.cancel(name, "", "ann")
     shell.clock.now_s += 10.0
     await operators.undrain_executor("played", "ann", "")
     await operators.resume_queue("ann", "")
     await shell.run_out()
-    ended = [(await shell.service.status(name)).stored for name in names]
+    ended = [(await shell.desk.status(name)).stored for name in names]
     reasons = Counter(stored.finish_reason for stored in ended)
     assert reasons == {FinishReason.LENGTH: 9, FinishReason.CANCELLED: 2, FinishReason.EXPIRED: 1}
     assert [stored.first_token_s is not None for stored in ended] == [stored.num_output_tokens > 0 for stored in ended]

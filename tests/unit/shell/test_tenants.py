@@ -12,8 +12,8 @@ from tokenmill_scheduler.core.request import QUEUED, TERMINAL
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 from tokenmill_scheduler.desk.errors import TenantLimit
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
+from tokenmill_scheduler.loop_desk import LoopDesk
 from tokenmill_scheduler.recovery import take_up
-from tokenmill_scheduler.service import Service
 from tokenmill_scheduler.tenants import TenantLimits, Usage
 
 from tests.fakes.memory_ledger import MemoryLedger
@@ -47,7 +47,7 @@ async def test_counts_follow_every_move(seed: int) -> None:
             case 2 if shell.executor.unanswered:
                 await shell.step()
             case 3 if names and shell.loop.live.get(name := rng.choice(names)) is not None:
-                await shell.service.cancel(name, "")
+                await shell.desk.cancel(name, "")
             case 4 if turn % 3 == 0:
                 # All running ones are preempted and come again.
                 shell.loop.lost(shell.loop.drives["played"], "gone")
@@ -63,21 +63,21 @@ async def test_counts_follow_every_move(seed: int) -> None:
     assert len(shell.loop.live.tenants) == 0
 
 
-def limited(shell: Shell, limits: TenantLimits) -> Service:
-    return Service(QueueLimits(100), shell.loop, None, shell.ledger, shell.writer, lambda tenant: limits)  # type: ignore[arg-type]  # no model is asked for
+def limited(shell: Shell, limits: TenantLimits) -> LoopDesk:
+    return LoopDesk(QueueLimits(100), shell.loop, None, shell.ledger, shell.writer, lambda tenant: limits)  # type: ignore[arg-type]  # no model is asked for
 
 
 async def test_what_is_on_its_way_to_disk_counts() -> None:
     shell = Shell.over(MemoryLedger())
-    service = limited(shell, TenantLimits(max_requests=1))
+    desk = limited(shell, TenantLimits(max_requests=1))
     shell.writer.hold = True
-    first = asyncio.create_task(service.submit(request("a", tenant="t"), b"d"))
+    first = asyncio.create_task(desk.submit(request("a", tenant="t"), b"d"))
     await settle()
     with pytest.raises(TenantLimit, match="tenant t has 1 requests"):
-        await service.submit(request("b", tenant="t"), b"d")
+        await desk.submit(request("b", tenant="t"), b"d")
     # The same one again waits for the first; another tenant's is its own matter.
-    again = asyncio.create_task(service.submit(request("a", tenant="t"), b"d"))
-    other = asyncio.create_task(service.submit(request("c", tenant="u"), b"d"))
+    again = asyncio.create_task(desk.submit(request("a", tenant="t"), b"d"))
+    other = asyncio.create_task(desk.submit(request("c", tenant="u"), b"d"))
     await settle()
     shell.writer.commit()
     assert [(await task).joined for task in (first, again, other)] == [False, True, False]
@@ -87,7 +87,7 @@ async def test_what_is_on_its_way_to_disk_counts() -> None:
 
 async def test_what_could_not_be_written_counts_no_longer() -> None:
     shell = Shell.over(MemoryLedger())
-    service = limited(shell, TenantLimits(max_requests=1))
+    desk = limited(shell, TenantLimits(max_requests=1))
     write = shell.writer.submit
 
     async def away(submission: object) -> object:
@@ -95,9 +95,9 @@ async def test_what_could_not_be_written_counts_no_longer() -> None:
 
     shell.writer.submit = away  # type: ignore[method-assign,assignment]
     with pytest.raises(Exception, match="the database cannot be written"):
-        await service.submit(request("a", tenant="t"), b"d")
+        await desk.submit(request("a", tenant="t"), b"d")
     shell.writer.submit = write  # type: ignore[method-assign]
-    assert not (await service.submit(request("a", tenant="t"), b"d")).joined
+    assert not (await desk.submit(request("a", tenant="t"), b"d")).joined
 
 
 async def test_running_requests_are_not_queued_tokens() -> None:
@@ -105,10 +105,10 @@ async def test_running_requests_are_not_queued_tokens() -> None:
     await shell.join()
     await shell.submit(request("a", tenant="t", max_tokens=9))
     assert shell.loop.live.tenants.of("t") == Usage(1, 0)
-    service = limited(shell, TenantLimits(max_queued_tokens=12))
-    await service.submit(request("b", tenant="t", max_tokens=9), b"d")
+    desk = limited(shell, TenantLimits(max_queued_tokens=12))
+    await desk.submit(request("b", tenant="t", max_tokens=9), b"d")
     with pytest.raises(TenantLimit, match="may come to 13 tokens, more than the 12") as hopeless:
-        await service.submit(request("c", tenant="t", max_tokens=10), b"d")
+        await desk.submit(request("c", tenant="t", max_tokens=10), b"d")
     assert hopeless.value.retry_delay_s is None
     shell.loop.handle(events.Cancelled("a", ""))
     assert shell.loop.live.tenants.of("t").requests == 1

@@ -59,7 +59,7 @@ async def test_plans_let_those_of_several_steps_finish_unless_something_has_happ
 
 async def test_a_submit_is_answered_once_it_is_durable(shell: Shell) -> None:
     shell.writer.hold = True
-    submitting = asyncio.create_task(shell.service.submit(request("a"), b"d"))
+    submitting = asyncio.create_task(shell.desk.submit(request("a"), b"d"))
     await settle()
     assert not submitting.done()
     assert shell.ledger.find("a") is None
@@ -71,7 +71,7 @@ async def test_a_submit_is_answered_once_it_is_durable(shell: Shell) -> None:
 async def test_a_request_runs_to_its_end(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=5))
-    attachment = await shell.service.attach("a", 0)
+    attachment = await shell.desk.attach("a", 0)
     await shell.run_out()
     tokens, ended = await read_all(attachment)
     assert tokens == output_of(request("a", max_tokens=5))
@@ -81,7 +81,7 @@ async def test_a_request_runs_to_its_end(shell: Shell) -> None:
 
 async def test_c09_equal_payloads_under_one_id_join_and_others_are_refused(shell: Shell) -> None:
     shell.writer.hold = True
-    submits = [asyncio.create_task(shell.service.submit(request("a"), digest)) for digest in (b"d", b"d", b"other")]
+    submits = [asyncio.create_task(shell.desk.submit(request("a"), digest)) for digest in (b"d", b"d", b"other")]
     await settle()
     shell.writer.commit()
     first, second, third = await asyncio.gather(*submits, return_exceptions=True)
@@ -98,7 +98,7 @@ async def test_c09_equal_payloads_under_one_id_join_and_others_are_refused(shell
 async def test_c09_a_submit_behind_one_that_conflicts_is_judged_for_itself(shell: Shell) -> None:
     await shell.submit(request("a"), b"d")
     shell.writer.hold = True
-    wrong, right = (asyncio.create_task(shell.service.submit(request("a"), digest)) for digest in (b"other", b"d"))
+    wrong, right = (asyncio.create_task(shell.desk.submit(request("a"), digest)) for digest in (b"other", b"d"))
     await settle()
     shell.writer.commit()
     assert isinstance((await asyncio.gather(wrong, return_exceptions=True))[0], RequestExists)
@@ -109,7 +109,7 @@ async def test_c09_a_crowd_of_conflicting_submits_costs_one_write(shell: Shell) 
     await shell.submit(request("a"), b"d")
     shell.writer.hold = True
     digests = [b"other" if number % 2 else b"%d" % number for number in range(100)]
-    crowd = [asyncio.create_task(shell.service.submit(request("a"), digest)) for digest in [*digests, b"d"]]
+    crowd = [asyncio.create_task(shell.desk.submit(request("a"), digest)) for digest in [*digests, b"d"]]
     await settle()
     assert shell.writer.backlog == 1
     shell.writer.commit()
@@ -121,7 +121,7 @@ async def test_c09_a_crowd_of_conflicting_submits_costs_one_write(shell: Shell) 
 
 async def test_a_client_gone_in_mid_submit_loses_nothing(shell: Shell) -> None:
     shell.writer.hold = True
-    submitting = asyncio.create_task(shell.service.submit(request("a"), b"d"))
+    submitting = asyncio.create_task(shell.desk.submit(request("a"), b"d"))
     await settle()
     submitting.cancel()
     await settle()
@@ -132,7 +132,7 @@ async def test_a_client_gone_in_mid_submit_loses_nothing(shell: Shell) -> None:
 
 async def test_c38_the_queue_has_a_limit() -> None:
     shell = Shell.over(MemoryLedger(), max_queue_len=2)
-    answers = await asyncio.gather(*[shell.service.submit(request(name), b"d") for name in "abcde"], return_exceptions=True)
+    answers = await asyncio.gather(*[shell.desk.submit(request(name), b"d") for name in "abcde"], return_exceptions=True)
     full = [answer for answer in answers if isinstance(answer, QueueFull)]
     assert len(full) == 3
     assert all(answer.retry_delay_s for answer in full)
@@ -145,7 +145,7 @@ async def test_no_submit_while_the_ledger_is_away_or_the_door_is_closed(shell: S
     with pytest.raises(Unavailable, match="database"):
         await shell.submit(request("a"))
     shell.writer.outage = None
-    shell.service.close()
+    shell.desk.close()
     with pytest.raises(Unavailable, match="shutting down"):
         await shell.submit(request("a"))
 
@@ -155,7 +155,7 @@ async def test_c73_a_submit_under_way_when_the_ledger_goes_away_is_refused_and_c
 ) -> None:
     monkeypatch.setattr(arrivals, "OUTAGE_LOOK_S", 0.001)
     shell.writer.hold = True
-    submitting = asyncio.create_task(shell.service.submit(request("a"), b"d"))
+    submitting = asyncio.create_task(shell.desk.submit(request("a"), b"d"))
     await settle()
     shell.writer.refusals = 1
     shell.writer.commit()
@@ -174,7 +174,7 @@ async def test_what_was_accepted_after_its_client_was_told_otherwise_is_cancelle
     monkeypatch.setattr(arrivals, "OUTAGE_LOOK_S", 0.001)
     await shell.join()
     shell.writer.hold = True
-    submitting = asyncio.create_task(shell.service.submit(request("a", max_tokens=1_000, detached=False), b"d"))
+    submitting = asyncio.create_task(shell.desk.submit(request("a", max_tokens=1_000, detached=False), b"d"))
     await settle()
     shell.writer.refusals = 1
     shell.writer.commit()
@@ -194,7 +194,7 @@ async def test_what_was_accepted_after_its_client_was_told_otherwise_is_cancelle
 async def test_tokens_and_ends_are_told_once_durable_and_the_executor_does_not_wait(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=3))
-    attachment = await shell.service.attach("a", 0)
+    attachment = await shell.desk.attach("a", 0)
     shell.writer.hold = True
     await shell.run_out()
     assert len(shell.executor.plans) >= 3, "plans went on while nothing was committed"
@@ -202,7 +202,7 @@ async def test_tokens_and_ends_are_told_once_durable_and_the_executor_does_not_w
     await settle()
     assert not reading.done()
     with pytest.raises(IndexAhead):
-        await shell.service.attach("a", 1)
+        await shell.desk.attach("a", 1)
     shell.writer.commit()
     tokens, ended = await reading
     assert tokens == output_of(request("a", max_tokens=3))
@@ -245,25 +245,25 @@ async def test_attaching_in_the_middle_and_after_the_end(shell: Shell) -> None:
     expected = output_of(request("a", max_tokens=6))
     await shell.step()
     await shell.step()
-    middle = await shell.service.attach("a", 1)
+    middle = await shell.desk.attach("a", 1)
     assert middle.earlier == expected[:1]
     await shell.run_out()
     tokens, _ = await read_all(middle)
     assert tokens == expected
     for index in (0, 4, 6):
-        late = await shell.service.attach("a", index)
+        late = await shell.desk.attach("a", index)
         assert late.earlier == expected[:index]
         assert await read_all(late) == (expected, Ended(State.DONE, FinishReason.LENGTH, 6))
     with pytest.raises(IndexAhead):
-        await shell.service.attach("a", 7)
+        await shell.desk.attach("a", 7)
     with pytest.raises(UnknownRequest):
-        await shell.service.attach("b", 0)
+        await shell.desk.attach("b", 0)
 
 
 async def test_a_finished_request_leaves_memory_with_its_last_reader(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=2))
-    one, other = await shell.service.attach("a", 0), await shell.service.attach("a", 0)
+    one, other = await shell.desk.attach("a", 0), await shell.desk.attach("a", 0)
     await shell.run_out()
     await read_all(one)
     assert len(shell.loop.live) == 1
@@ -274,14 +274,14 @@ async def test_a_finished_request_leaves_memory_with_its_last_reader(shell: Shel
 async def test_the_id_of_a_pruned_request_is_free_though_somebody_still_reads_it(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=2))
-    slow = await shell.service.attach("a", 0)
+    slow = await shell.desk.attach("a", 0)
     await shell.run_out()
     shell.ledger.prune(shell.clock.now_s + 1, limit=10)
     assert not (await shell.submit(request("a", max_tokens=3))).joined
     await shell.run_out()
     tokens, _ = await read_all(slow)
     assert tokens == output_of(request("a", max_tokens=2))
-    tokens, _ = await read_all(await shell.service.attach("a", 0))
+    tokens, _ = await read_all(await shell.desk.attach("a", 0))
     assert tokens == output_of(request("a", max_tokens=3))
     assert len(shell.loop.live) == 0
 
@@ -289,16 +289,16 @@ async def test_the_id_of_a_pruned_request_is_free_though_somebody_still_reads_it
 async def test_c13_the_last_reader_of_a_request_that_is_not_detached_takes_it_along(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=2_048, detached=False))
-    one, other = await shell.service.attach("a", 0), await shell.service.attach("a", 0)
+    one, other = await shell.desk.attach("a", 0), await shell.desk.attach("a", 0)
     await shell.step()
     await one.chunks.aclose()
     await shell.step()
-    status = await shell.service.status("a")
+    status = await shell.desk.status("a")
     assert status.stored.state is State.DECODE
     plans = len(shell.executor.plans)
     await other.chunks.aclose()
     await settle()
-    assert (await shell.service.status("a")).stored.state is State.CANCELLED
+    assert (await shell.desk.status("a")).stored.state is State.CANCELLED
     await shell.run_out()
     advanced = [plan for plan in shell.executor.plans[plans:] if plan.advance_sequence_ids]
     assert advanced == [], "no plan made after it left advances it"
@@ -308,16 +308,16 @@ async def test_c13_the_last_reader_of_a_request_that_is_not_detached_takes_it_al
 async def test_a_detached_request_needs_no_reader(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=3, detached=True))
-    reader = await shell.service.attach("a", 0)
+    reader = await shell.desk.attach("a", 0)
     await reader.chunks.aclose()
     await shell.run_out()
-    assert (await shell.service.status("a")).stored.state is State.DONE
+    assert (await shell.desk.status("a")).stored.state is State.DONE
 
 
 async def test_a_request_that_no_client_reads_is_cancelled_after_the_grace(shell: Shell) -> None:
     for name, detached in (("a", False), ("b", False), ("c", True)):
         await shell.submit(request(name, max_tokens=1_000, detached=detached))
-    await shell.service.attach("b", 0)
+    await shell.desk.attach("b", 0)
     shell.clock.now_s += GRACE_S + 1
     assert await shell.states_after_tick("abc") == [State.WAITING] * 3, "no client can have attached before a model is known"
     await shell.join()
@@ -331,9 +331,9 @@ async def test_a_request_that_no_client_reads_is_cancelled_after_the_grace(shell
 async def test_at_shutdown_streams_say_attach_again_and_nothing_is_cancelled(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=50, detached=False))
-    attachment = await shell.service.attach("a", 0)
+    attachment = await shell.desk.attach("a", 0)
     await shell.step()
-    shell.service.close()
+    shell.desk.close()
     stopping = asyncio.create_task(shell.loop.stop_planning())
     await settle()
     assert not stopping.done()
@@ -358,27 +358,27 @@ async def test_at_shutdown_streams_say_attach_again_and_nothing_is_cancelled(she
 
 async def test_c01_c11_cancel_while_waiting(shell: Shell) -> None:
     await shell.submit(request("a"))
-    assert await shell.service.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await shell.desk.cancel("a", "not needed") == Cancellation(State.CANCELLED, already_ended=False)
     await shell.join()
     await shell.submit(request("b"))
     await shell.run_out()
     prompts = [admission.token_ids for plan in shell.executor.plans for admission in plan.admit]
     assert len(prompts) == 1
-    status = await shell.service.status("a")
+    status = await shell.desk.status("a")
     assert (status.stored.state, status.stored.num_output_tokens) == (State.CANCELLED, 0)
-    assert (await shell.service.transitions("a"))[-1].reason == "not needed"
+    assert (await shell.desk.transitions("a"))[-1].reason == "not needed"
 
 
 async def test_c02_cancel_while_the_last_token_is_in_flight(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=1))
-    attachment = await shell.service.attach("a", 0)
+    attachment = await shell.desk.attach("a", 0)
     assert shell.executor.unanswered, "the plan that makes its last token is out"
-    assert await shell.service.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
+    assert await shell.desk.cancel("a", "") == Cancellation(State.CANCELLED, already_ended=False)
     await shell.run_out()
     tokens, ended = await read_all(attachment)
     assert (tokens, ended.state) == ((), State.CANCELLED)
-    ends = [move for move in await shell.service.transitions("a") if move.after in (State.DONE, State.CANCELLED)]
+    ends = [move for move in await shell.desk.transitions("a") if move.after in (State.DONE, State.CANCELLED)]
     assert [move.after for move in ends] == [State.CANCELLED]
 
 
@@ -386,10 +386,10 @@ async def test_c03_cancel_a_finished_request_twice(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=2))
     await shell.run_out()
-    before = await shell.service.status("a"), await shell.service.transitions("a")
+    before = await shell.desk.status("a"), await shell.desk.transitions("a")
     for _ in range(2):
-        assert await shell.service.cancel("a", "too late") == Cancellation(State.DONE, already_ended=True)
-    assert (await shell.service.status("a"), await shell.service.transitions("a")) == before
+        assert await shell.desk.cancel("a", "too late") == Cancellation(State.DONE, already_ended=True)
+    assert (await shell.desk.status("a"), await shell.desk.transitions("a")) == before
 
 
 async def test_a_cancel_that_finds_the_end_not_yet_durable_waits_for_it(shell: Shell) -> None:
@@ -397,7 +397,7 @@ async def test_a_cancel_that_finds_the_end_not_yet_durable_waits_for_it(shell: S
     await shell.submit(request("a", max_tokens=1))
     shell.writer.hold = True
     await shell.step()
-    cancelling = asyncio.create_task(shell.service.cancel("a", ""))
+    cancelling = asyncio.create_task(shell.desk.cancel("a", ""))
     await settle()
     assert not cancelling.done()
     shell.writer.commit()
@@ -406,9 +406,9 @@ async def test_a_cancel_that_finds_the_end_not_yet_durable_waits_for_it(shell: S
 
 async def test_c12_a_cancel_ends_a_stream_that_waits(shell: Shell) -> None:
     await shell.submit(request("a"))
-    reading = asyncio.create_task(read_all(await shell.service.attach("a", 0)))
+    reading = asyncio.create_task(read_all(await shell.desk.attach("a", 0)))
     await settle()
-    await shell.service.cancel("a", "")
+    await shell.desk.cancel("a", "")
     assert (await reading)[1] == Ended(State.CANCELLED, FinishReason.CANCELLED, 0)
 
 
@@ -416,15 +416,15 @@ async def test_an_update_is_durable_and_moves_the_request_in_the_queue() -> None
     shell = Shell.over(MemoryLedger(), config=SchedulerConfig(policy="priority", max_num_seqs=1))
     await shell.submit(request("a", first_token=1))
     await shell.submit(request("b", first_token=2))
-    status = await shell.service.update("b", priority=7, deadline_s=None)
+    status = await shell.desk.update("b", priority=7, deadline_s=None)
     assert status.stored.request.priority == 7
     await shell.join()
     assert shell.executor.plans[0].admit[0].token_ids[0] == 2
     await shell.run_out()
     with pytest.raises(RequestEnded):
-        await shell.service.update("b", priority=1, deadline_s=None)
+        await shell.desk.update("b", priority=1, deadline_s=None)
     with pytest.raises(UnknownRequest):
-        await shell.service.update("nobody", priority=1, deadline_s=None)
+        await shell.desk.update("nobody", priority=1, deadline_s=None)
 
 
 # ---- crash and recovery --------------------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ async def test_c72_an_unfinished_request_is_taken_up_from_its_stored_tokens(shel
     heir = Shell.over(shell.ledger)
     take_up(heir.loop, tuple(heir.ledger.unfinished()))
     assert len(heir.loop.live) == 2
-    attachments = {name: await heir.service.attach(name, index) for name, index in (("a", len(told)), ("b", 0))}
+    attachments = {name: await heir.desk.attach(name, index) for name, index in (("a", len(told)), ("b", 0))}
     await heir.join(epoch=2)
     await heir.run_out()
     assert (await read_all(attachments["a"]))[0] == output_of(running)
@@ -452,33 +452,33 @@ async def test_c72_an_unfinished_request_is_taken_up_from_its_stored_tokens(shel
 async def test_c40_a_lost_executors_requests_wait_and_finish_when_it_is_back(shell: Shell) -> None:
     await shell.join()
     await shell.submit(request("a", max_tokens=6))
-    attachment = await shell.service.attach("a", 0)
+    attachment = await shell.desk.attach("a", 0)
     await shell.step()
     await shell.step()
     shell.loop.lost(shell.loop.drives["played"], "killed")
     await settle()
-    assert (await shell.service.status("a")).stored.state is State.PREEMPTED
-    assert "no executor serves" in (await shell.service.status("a")).wait_reason
+    assert (await shell.desk.status("a")).stored.state is State.PREEMPTED
+    assert "no executor serves" in (await shell.desk.status("a")).wait_reason
     await shell.join(epoch=2)
     await shell.run_out()
     assert (await read_all(attachment))[0] == output_of(request("a", max_tokens=6))
-    assert (await shell.service.status("a")).stored.preemptions == 1
+    assert (await shell.desk.status("a")).stored.preemptions == 1
 
 
 async def test_a_deadline_ends_a_request_that_waits(shell: Shell) -> None:
     await shell.submit(request("a", deadline_s=shell.clock.now_s + 0.2))
     shell.clock.now_s += 0.2
-    attachment = await shell.service.attach("a", 0)
+    attachment = await shell.desk.attach("a", 0)
     async with asyncio.timeout(5):
         assert (await read_all(attachment))[1].state is State.EXPIRED
 
 
 async def test_reads_come_from_the_ledger(shell: Shell) -> None:
     await shell.submit(request("a"))
-    page = await shell.service.query(RequestQuery(states=(State.WAITING,)))
+    page = await shell.desk.query(RequestQuery(states=(State.WAITING,)))
     assert [stored.request.request_id for stored in page.requests] == ["a"]
-    assert (await shell.service.output("a")).token_ids == ()
-    for read in (shell.service.status, shell.service.output, shell.service.transitions):
+    assert (await shell.desk.output("a")).token_ids == ()
+    for read in (shell.desk.status, shell.desk.output, shell.desk.transitions):
         with pytest.raises(UnknownRequest):
             await read("nobody")
 

@@ -49,8 +49,8 @@ ANNOUNCE_S = 10.0
 _NOBODY = 0
 
 
-class Service:
-    """Implements `Desk`."""
+class LoopDesk:
+    """Implements `desk.port.Desk`."""
 
     def __init__(
         self,
