@@ -14,6 +14,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # gRPC's default receive limit, 4 MiB, is less than a long output with log probabilities.
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # No pings that measure the bandwidth: they wake threads on both sides, and a message opens the window it needs.
+    ("grpc.http2.bdp_probe", 0),
     # A frozen peer shows after time + timeout; the second timeout is the transport's own, 60 s unless set. The scheduler allows
     # such pings; a server with gRPC's defaults would end an idle stream with "Too many pings", and it would be taken up again.
     ("grpc.keepalive_time_ms", 10_000),

@@ -49,6 +49,8 @@ class ExecutorServer:
                 ("grpc.max_send_message_length", settings.max_message_bytes),
                 # Without this a second server would silently share the port.
                 ("grpc.so_reuseport", 0),
+                # No pings that measure the bandwidth: they wake threads on both sides, and a message opens the window it needs.
+                ("grpc.http2.bdp_probe", 0),
                 # Schedulers may ping an idle stream once a second.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
             ]

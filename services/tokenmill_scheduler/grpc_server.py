@@ -36,6 +36,8 @@ def new_server(access: Access, refused: Callable[[str], None], max_message_bytes
             ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
             # Without this a second server would silently share the port.
             ("grpc.so_reuseport", 0),
+            # No pings that measure the bandwidth: they wake threads on both sides, and a message opens the window it needs.
+            ("grpc.http2.bdp_probe", 0),
             # A client whose host is gone is noticed; one may itself ping an idle stream once a second.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),

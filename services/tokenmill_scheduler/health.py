@@ -29,6 +29,7 @@ class Health:
         self._not_alive = not_alive
         self._changed = asyncio.Event()
         self._told: str | None = None
+        self._served: dict[str, health_pb2.HealthCheckResponse.ServingStatus] = {}
         self._log = structlog.get_logger(__name__)
 
     def changed(self) -> None:
@@ -40,7 +41,8 @@ class Health:
         while True:
             await self._publish()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), CHECK_INTERVAL_S)
+                async with asyncio.timeout(CHECK_INTERVAL_S):
+                    await self._changed.wait()
             self._changed.clear()
 
     async def shut_down(self) -> None:
@@ -53,8 +55,13 @@ class Health:
             self._log.info("ready to serve" if not reason else "not ready", **({"reason": reason} if reason else {}))
             self._told = reason
         for service in self._services:
-            await self.servicer.set(service, _status(reason))
-        await self.servicer.set(LIVENESS, _status(self._not_alive()))
+            await self._set(service, _status(reason))
+        await self._set(LIVENESS, _status(self._not_alive()))
+
+    async def _set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        if self._served.get(service) != status:
+            self._served[service] = status
+            await self.servicer.set(service, status)
 
 
 def _status(trouble: str) -> health_pb2.HealthCheckResponse.ServingStatus:

@@ -205,6 +205,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
+        # No pings that measure the bandwidth: each wakes threads on both sides, and a message opens the window that it needs.
+        ("grpc.http2.bdp_probe", 0),
         # Heartbeats tell a frozen executor from a busy one; keepalive only clears away connections whose peer is gone.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),

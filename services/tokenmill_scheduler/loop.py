@@ -43,7 +43,7 @@ from tokenmill_scheduler.streams import Feed
 from tokenmill_scheduler.tally import Tally
 from tokenmill_scheduler.text.model import TextModel
 
-TICK_S = 0.1
+TICK_S = 0.25
 # A wake-up that has passed already but waits for an executor is not looked at in a busy loop.
 MIN_WAKEUP_S = 0.005
 # Event loops keep time in milliseconds, and uvloop's short timers end at once: what is due sooner than this is due now.
