@@ -13,10 +13,6 @@ import numpy as np
 from tokenmill_executor.runner import Batch, Int32Array
 from tokenmill_executor.sequences import Sequence
 
-# With fewer rows, or with more blocks of a sequence, a copy for each row is faster than one copy for all.
-_MANY_ROWS = 8
-_FEW_BLOCKS = 64
-
 
 # Not frozen: hundreds are made each step, and a frozen record takes twice as long to make.
 @dataclass(slots=True)
@@ -77,10 +73,7 @@ def _block_tables(advances: SequenceOf[Advance], num_groups: int) -> np.ndarray[
     tables = [advance.sequence.table for advance in advances]
     counts = [table.count for table in tables]
     whole = np.zeros((num_groups, len(tables), max(counts)), dtype=np.int32)
-    if num_groups == 1 and len(tables) >= _MANY_ROWS and whole.shape[2] <= _FEW_BLOCKS:
-        # Into the places that a mask leaves open: one copy for all rows.
-        whole[0, np.arange(whole.shape[2]) < np.array(counts)[:, None]] = np.concatenate([table.blocks for table in tables])
-    else:
-        for row, table in enumerate(tables):
-            whole[:, row, : table.count] = table.rows
+    # Row after row: one copy of all is no faster, and numpy lets go of the interpreter for it, which another thread then takes.
+    for row, table in enumerate(tables):
+        whole[:, row, : table.count] = table.rows
     return whole

@@ -63,7 +63,7 @@ class CpuModel:
         self._storage: list[torch.Tensor] = []
         self._workspace = HugeArena(0)
         self._workspace_bytes = 0
-        self._logits = torch.empty((0, config.vocab_size))
+        self._logits = self._most_logits = torch.empty((0, config.vocab_size))
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -115,10 +115,16 @@ class CpuModel:
         return int(taken)
 
     def room_for_logits(self, samples: int) -> torch.Tensor:
-        """The same memory each time: pages that are new to the process cost a step of many sequences a thirtieth of its time."""
-        if samples > self._logits.shape[0]:
-            self._logits = torch.empty((2 * samples, self.config.vocab_size), dtype=torch.float32)
-        return self._logits.narrow(0, 0, samples)
+        """The same memory each time: pages that are new to the process cost a step of many sequences a thirtieth of its time.
+
+        And the same tensor: while torch makes one it lets go of the interpreter, and the thread that talks to the scheduler takes it.
+        """
+        if samples > self._most_logits.shape[0]:
+            self._most_logits = torch.empty((2 * samples, self.config.vocab_size), dtype=torch.float32)
+            self._logits = self._most_logits
+        if samples != self._logits.shape[0]:
+            self._logits = self._most_logits.narrow(0, 0, samples)
+        return self._logits
 
     def _checked(self, batch: Batch, ahead: int) -> library.BatchRecord:
         """The batch as the kernels read it, right for so many steps more, and the memory that these take."""
