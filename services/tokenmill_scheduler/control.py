@@ -14,7 +14,7 @@ from tokenmill_scheduler.core.request import TERMINAL, State
 from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.ledger.errors import LedgerConflict
 from tokenmill_scheduler.ledger.records import Action, ActionVerb, Command, StoredRequest, Verb
-from tokenmill_scheduler.live import LiveRequest
+from tokenmill_scheduler.live import RequestView
 from tokenmill_scheduler.lookup import ChangingHands, Lookup
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.reads import RETRY_DELAY_S
@@ -52,7 +52,7 @@ class Control:
             tries.before.setdefault(found.request.request_id, found.state)
         # As they are now: a live request's is another once it is updated.
         requests = {found.request.request_id: found.request for found in choices}
-        holders: dict[int | None, LiveRequest | StoredRequest] = {}
+        holders: dict[int | None, RequestView | StoredRequest] = {}
         for found in choices:
             if found.state not in TERMINAL and found.request.request_id not in tries.changed:
                 holders.setdefault(_holder(found), found)
@@ -70,8 +70,8 @@ class Control:
         return {found.request.request_id: found.state for found in after}
 
     async def _change_at(
-        self, lease: int | None, found: LiveRequest | StoredRequest, command: Command, tries: Tries
-    ) -> LiveRequest | StoredRequest:
+        self, lease: int | None, found: RequestView | StoredRequest, command: Command, tries: Tries
+    ) -> RequestView | StoredRequest:
         """At the scheduler that has this choice, all that it has of the request. Returns the choice as it is then."""
         command = replace(command, detail=changes_in_words(found.request, command.priority, command.deadline_s))
         if lease is not None:
@@ -111,9 +111,9 @@ class Control:
             raise Unavailable(f"the scheduler stops: {error}", RETRY_DELAY_S) from error
 
 
-def _holder(found: LiveRequest | StoredRequest) -> int | None:
+def _holder(found: RequestView | StoredRequest) -> int | None:
     """The lease of the scheduler that has it, None for this one. Raises ChangingHands for one that has fallen."""
-    if isinstance(found, LiveRequest):
+    if isinstance(found, RequestView):
         return None
     if found.lease is None or not found.scheduler:
         raise ChangingHands

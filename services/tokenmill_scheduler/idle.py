@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokenmill_scheduler.live import LiveRequest
+from tokenmill_scheduler.live import RequestView
 
 # A share of the timeout, so that looking costs nothing and is late by little.
 _LOOKS_A_TIMEOUT = 10
@@ -35,7 +35,7 @@ class IdleClients:
     def reason(self) -> str:
         return f"its client has read nothing for {self._timeout_s:g} s"
 
-    def find(self, attended: Mapping[str, LiveRequest], now_s: float) -> list[str]:
+    def find(self, attended: Mapping[str, RequestView], now_s: float) -> list[str]:
         """Of requests that have readers, those whose client is idle. `now_s` is Unix seconds; looks at most ten times a timeout."""
         if not self._timeout_s or now_s < self._next_look_s:
             return []

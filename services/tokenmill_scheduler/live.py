@@ -23,8 +23,10 @@ from tokenmill_scheduler.text.model import TextStream
 
 
 @dataclass(slots=True)
-class LiveRequest:
-    """`text` watches for stop strings; it has been fed the first `text_fed` tokens of `feed`.
+class RequestView:
+    """One of them; the core has its own of it (`core/live.py`), the ledger another (`StoredRequest`).
+
+    `text` watches for stop strings; it has been fed the first `text_fed` tokens of `feed`.
 
     `read_elsewhere`: clients of another scheduler read it, as far as that one has said. `leaving`: it is to be another scheduler's,
     and can be neither changed nor read here any more.
@@ -42,12 +44,12 @@ class LiveRequest:
 
 class LiveRequests:
     def __init__(self) -> None:
-        self._by_id: dict[str, LiveRequest] = {}
+        self._by_id: dict[str, RequestView] = {}
         # Requests that need a reader and have had none, by since when (Unix seconds), oldest first.
         self._orphans: dict[str, float] = {}
         self.with_stop_strings = 0
         # Those that need a reader and have one.
-        self.attended: dict[str, LiveRequest] = {}
+        self.attended: dict[str, RequestView] = {}
         self.tenants = TenantUsage()
 
     def __len__(self) -> int:
@@ -56,7 +58,7 @@ class LiveRequests:
     def has(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def get(self, request_id: str) -> LiveRequest | None:
+    def get(self, request_id: str) -> RequestView | None:
         """None, too, for one that is leaving."""
         live = self._by_id.get(request_id)
         return None if live is None or live.leaving else live
@@ -75,7 +77,7 @@ class LiveRequests:
         """O(requests)."""
         return sum(live.feed.readers for live in self._by_id.values())
 
-    def add(self, live: LiveRequest, now_s: float) -> None:
+    def add(self, live: RequestView, now_s: float) -> None:
         request_id = live.request.request_id
         before = self._by_id.get(request_id)
         # One that has ended and is still read can have been pruned, and its id be used again: its readers keep their feed.
@@ -198,7 +200,7 @@ class LiveRequests:
             del self._by_id[record.request_id]
 
 
-def may_gather(records: Sequence[Record]) -> bool:
+def may_wait(records: Sequence[Record]) -> bool:
     """Whether readers lose little when they are told of `records` a little later: they are further tokens of several requests.
 
     A first token comes with a move of its request, an end too. A single request's tokens are few enough to be told one by one.
@@ -206,7 +208,7 @@ def may_gather(records: Sequence[Record]) -> bool:
     return len(records) == 1 and isinstance(records[0], TokensGenerated) and len(records[0].request_ids) > 1
 
 
-def _needs_reader(live: LiveRequest) -> bool:
+def _needs_reader(live: RequestView) -> bool:
     return live.state not in TERMINAL and not live.request.detached
 
 

@@ -12,7 +12,7 @@ from tokenmill_scheduler.core.request import TERMINAL
 from tokenmill_scheduler.desk.errors import Unavailable, UnknownRequest
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import StoredRequest
-from tokenmill_scheduler.live import LiveRequest, LiveRequests
+from tokenmill_scheduler.live import LiveRequests, RequestView
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 
 # How often a request that changes hands is looked for, and what a takeover takes beyond the lease time.
@@ -46,7 +46,7 @@ class Lookup:
             raise UnknownRequest(f"there is no request {request_id}")
         return stored
 
-    async def find(self, request_id: str) -> LiveRequest | StoredRequest:
+    async def find(self, request_id: str) -> RequestView | StoredRequest:
         """The live request, or else one that has ended or is another scheduler's. Raises ChangingHands, and as `stored`."""
         await self._arrivals.over(request_id)
         # It can end between the look at the live requests and that at the ledger, or arrive: then the second look finds it.
@@ -58,7 +58,7 @@ class Lookup:
                 return stored
         raise ChangingHands
 
-    async def choices(self, request_id: str) -> list[LiveRequest | StoredRequest]:
+    async def choices(self, request_id: str) -> list[RequestView | StoredRequest]:
         """All of the request, or the one that is named. Raises as `find`."""
         first = await self.find(request_id)
         return [first, *[await self.find(other) for other in choice_ids(first.request)[1:]]]

@@ -35,7 +35,7 @@ from tokenmill_scheduler.drive import Drive
 from tokenmill_scheduler.idle import IdleClients
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.records import Action, Outcome, Record, StoredOutput, Submission
-from tokenmill_scheduler.live import LiveRequest, LiveRequests
+from tokenmill_scheduler.live import LiveRequests, RequestView
 from tokenmill_scheduler.metrics import Metrics
 from tokenmill_scheduler.pacing import StepShape
 from tokenmill_scheduler.stops import StopStrings
@@ -121,7 +121,7 @@ class Loop:
         """Takes up a request that has just become durable, with all its choices."""
         now_s = self.clock()
         for choice in (request, *further):
-            self.live.add(LiveRequest(choice, State.WAITING, Feed()), now_s)
+            self.live.add(RequestView(choice, State.WAITING, Feed()), now_s)
             self._count(self._metrics.accept, choice, now_s)
         self.handle(events.Submitted(request, choices=further))
 
@@ -147,7 +147,7 @@ class Loop:
         feed = feed or Feed()
         feed.bring_up_to(output.token_ids, output.logprobs)
         now_s = self.clock()
-        self.live.add(LiveRequest(request, state, feed), now_s)
+        self.live.add(RequestView(request, state, feed), now_s)
         self._count(self._metrics.take_up, request, state, bool(output.token_ids), now_s)
         if feed.readers:
             self.live.reader_came(request.request_id)

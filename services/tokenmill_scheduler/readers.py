@@ -16,7 +16,7 @@ from tokenmill_scheduler.desk.port import Attachment
 from tokenmill_scheduler.followers import Followers, ended
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import StoredOutput, StoredRequest
-from tokenmill_scheduler.live import LiveRequest
+from tokenmill_scheduler.live import RequestView
 from tokenmill_scheduler.lookup import Lookup
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.reads import read_ledger
@@ -30,13 +30,13 @@ _LEFT = "its client left"
 class _Readable:
     """A request to be read, with its output from the ledger if it does not run here."""
 
-    found: LiveRequest | StoredRequest
+    found: RequestView | StoredRequest
     output: StoredOutput = _NO_OUTPUT
 
     @property
     def num_tokens(self) -> int:
         """Those that may be told."""
-        return self.found.feed.committed if isinstance(self.found, LiveRequest) else len(self.output.token_ids)
+        return self.found.feed.committed if isinstance(self.found, RequestView) else len(self.output.token_ids)
 
 
 class Readers:
@@ -74,20 +74,20 @@ class Readers:
 
     async def _look_up_output(self, request_id: str) -> _Readable:
         found = await self._lookup.find(request_id)
-        if isinstance(found, LiveRequest):
+        if isinstance(found, RequestView):
             return _Readable(found)
         return _Readable(found, await read_ledger(self._ledger.output, request_id))
 
     def _has_come_here(self, readable: _Readable) -> bool:
         """Whether it was taken over while the ledger was read."""
         found = readable.found
-        return not isinstance(found, LiveRequest) and self._loop.live.runs(found.request.request_id)
+        return not isinstance(found, RequestView) and self._loop.live.runs(found.request.request_id)
 
     def _attach(self, readable: _Readable, next_index: int) -> Attachment:
         found, output = readable.found, readable.output
         request_id = found.request.request_id
         left = partial(self._reader_left, request_id)
-        if isinstance(found, LiveRequest):
+        if isinstance(found, RequestView):
             reader = FeedReader(found.feed, next_index, left)
             self._loop.live.reader_came(request_id)
             return Attachment(found.request, tuple(found.feed.tokens[:next_index]), reader)

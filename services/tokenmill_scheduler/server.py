@@ -31,7 +31,7 @@ from tokenmill_scheduler.journal.scheduler import JournaledScheduler
 from tokenmill_scheduler.journal.writer import JournalWriter
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
-from tokenmill_scheduler.live import may_gather
+from tokenmill_scheduler.live import may_wait
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.loop_desk import LoopDesk
 from tokenmill_scheduler.models import Models
@@ -65,7 +65,7 @@ class SchedulerServer:
             channel_credentials(settings.executor_tls)
         self.access = Access(settings.auth_tokens, settings.tenant_limits)
         self._ledger = ledger
-        self._writer = LedgerWriter(ledger, self._ledger_failed, interval_s=settings.commit_interval_s, may_wait=may_gather)
+        self._writer = LedgerWriter(ledger, self._ledger_failed, interval_s=settings.commit_interval_s, may_wait=may_wait)
         self._models = Models()
         self._journal = _open_journal(settings)
         config = settings.scheduler

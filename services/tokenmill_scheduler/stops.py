@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tokenmill_scheduler.core.events import TextStop
 from tokenmill_scheduler.core.plans import Result
-from tokenmill_scheduler.live import LiveRequest, LiveRequests
+from tokenmill_scheduler.live import LiveRequests, RequestView
 from tokenmill_scheduler.text.model import TextModel, TextStream
 
 
@@ -34,17 +34,17 @@ class StopStrings:
                 stops[sequence_id] = TextStop(stopped_after)
         return stops
 
-    def _stoppable(self, executor: str, sequence_id: int) -> LiveRequest | None:
+    def _stoppable(self, executor: str, sequence_id: int) -> RequestView | None:
         request_id = self._owner(executor, sequence_id)
         live = None if request_id is None else self._live.get(request_id)
         return live if live is not None and live.request.stop else None
 
-    def _feed(self, live: LiveRequest, tokens: tuple[int, ...]) -> int | None:
+    def _feed(self, live: RequestView, tokens: tuple[int, ...]) -> int | None:
         stopped_after = self._text(live).feed(tokens).stopped_after
         live.text_fed += len(tokens)
         return stopped_after
 
-    def _text(self, live: LiveRequest) -> TextStream:
+    def _text(self, live: RequestView) -> TextStream:
         """The request's text so far; made again from its tokens after a restart, or when the core kept fewer than it was fed."""
         if live.text is None or live.text_fed != len(live.feed.tokens):
             live.text = self._text_model(live.request.model).stream_of(live.request)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.idle import IdleClients
-from tokenmill_scheduler.live import LiveRequest
+from tokenmill_scheduler.live import RequestView
 from tokenmill_scheduler.streams import Feed, FeedReader
 
 from tests.fakes.memory_ledger import MemoryLedger
@@ -16,8 +16,8 @@ from tests.fakes.shell import Shell, output_of, request, settle
 TIMEOUT_S = 10.0
 
 
-def attended(feed: Feed) -> dict[str, LiveRequest]:
-    return {"a": LiveRequest(request("a", detached=False), State.DECODE, feed)}
+def attended(feed: Feed) -> dict[str, RequestView]:
+    return {"a": RequestView(request("a", detached=False), State.DECODE, feed)}
 
 
 def reader(feed: Feed) -> FeedReader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill_scheduler.core.effects import TokensGenerated
-from tokenmill_scheduler.live import may_gather
+from tokenmill_scheduler.live import may_wait
 
 from tests.fakes.ledger_records import done, prefill, submission, tokens
 
@@ -11,11 +11,11 @@ SEVERAL = TokensGenerated(("a", "b"), (3, 7), (1, 1), (5, 6), 103.0)
 
 
 def test_further_tokens_of_several_requests_may_gather() -> None:
-    assert may_gather([SEVERAL])
+    assert may_wait([SEVERAL])
 
 
 def test_a_single_stream_and_every_move_is_told_at_once() -> None:
-    assert not may_gather([tokens("a", 3, 5)])
-    assert not may_gather([SEVERAL, done()])
-    assert not may_gather([prefill()])
-    assert not may_gather([submission()])
+    assert not may_wait([tokens("a", 3, 5)])
+    assert not may_wait([SEVERAL, done()])
+    assert not may_wait([prefill()])
+    assert not may_wait([submission()])

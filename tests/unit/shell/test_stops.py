@@ -7,7 +7,7 @@ from tokenmill_executor.simulated_tokenizer import tokenizer_files
 from tokenmill_scheduler.core.events import TextStop
 from tokenmill_scheduler.core.plans import Blocks, Result
 from tokenmill_scheduler.core.request import State
-from tokenmill_scheduler.live import LiveRequest, LiveRequests
+from tokenmill_scheduler.live import LiveRequests, RequestView
 from tokenmill_scheduler.stops import StopStrings
 from tokenmill_scheduler.streams import Feed
 from tokenmill_scheduler.text.model import TextModel
@@ -24,7 +24,7 @@ def live_with(*stops: tuple[str, tuple[str, ...], str]) -> LiveRequests:
     """By id, stop strings and the text that is out already."""
     live = LiveRequests()
     for request_id, stop, out in stops:
-        live.add(LiveRequest(request(request_id, stop=stop), State.DECODE, Feed([*map(ord, out)])), now_s=0.0)
+        live.add(RequestView(request(request_id, stop=stop), State.DECODE, Feed([*map(ord, out)])), now_s=0.0)
     return live
 
 
