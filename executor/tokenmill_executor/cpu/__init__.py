@@ -1,6 +1,6 @@
-"""The CPU backend in C++: the forward step of a Llama-family decoder as one call, in bfloat16 or int8, and one that chooses tokens.
+"""The CPU backend in C++: a Llama-family decoder's forward step as one call, one that chooses tokens, and one that does both in turn.
 
-`support` says whether it can run here and run a model, `model.CpuModel` runs it; `csrc/` has the kernels, which `build` compiles
-when the package is installed. `sampling.kernels` calls the other one.
-Must not know: sampling parameters, sequences, anything above a flat batch.
+`support` says whether it can run here and run a model, `model.CpuModel` runs it, `sampling.kernels` chooses tokens, `decodes` takes
+several steps; `csrc/` has the kernels, which `build` compiles when the package is installed.
+Must not know: sampling parameters (but for `decodes`, what the kernels are asked for), sequences, anything above a flat batch.
 """
