@@ -15,8 +15,8 @@ import grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
 
 from tokenmill_scheduler import wire
-from tokenmill_scheduler.answers import Answers
 from tokenmill_scheduler.core.plans import Plan, Result
+from tokenmill_scheduler.result_check import ResultCheck
 
 if TYPE_CHECKING:
     # Only the stubs for type checkers tell asyncio's stub from the blocking one.
@@ -45,7 +45,7 @@ class Session:
         self.epoch = epoch
         self._limits = limits
         self._codec = wire.Codec()
-        self._answers = Answers(facts)
+        self._result_check = ResultCheck(facts)
         self._outbox: deque[pb.RunRequest] = deque([pb.RunRequest(hello=pb.Hello(epoch=epoch))])
         self._posted = asyncio.Event()
         self._posted.set()
@@ -68,7 +68,7 @@ class Session:
         if message.welcome.epoch != self.epoch:
             raise SessionLost(f"welcomed to epoch {message.welcome.epoch} instead of {self.epoch}")
         standing = wire.standing(message.welcome)
-        if trouble := self._answers.check_blocks(standing.blocks):
+        if trouble := self._result_check.check_blocks(standing.blocks):
             raise SessionLost(f"the Welcome {trouble}")
         self._heard_s = _now()
         return standing
@@ -78,7 +78,7 @@ class Session:
         if not self._plans_out:
             self._waiting_since_s = _now()
         self._plans_out.append(plan)
-        self._answers.sent(plan)
+        self._result_check.sent(plan)
         self._post(self._codec.encode(plan))
 
     def leave(self) -> None:
@@ -131,7 +131,7 @@ class Session:
         if result.epoch != self.epoch or not self._plans_out or result.plan_id != self._plans_out[0].plan_id:
             out = f"plan {self._plans_out[0].plan_id} of epoch {self.epoch}" if self._plans_out else "no plan"
             raise wire.ProtocolError(f"plan {result.plan_id} of epoch {result.epoch} was answered where {out} is next")
-        self._answers.check(self._plans_out.popleft(), result)
+        self._result_check.check(self._plans_out.popleft(), result)
         self._waiting_since_s = self._heard_s
         return result
 

@@ -50,7 +50,7 @@ def end_responses(writer: EventWriter, ended: Ended, new: Callable[[], R]) -> It
     yield response
 
 
-async def relay_one(attachment: Attachment, make: MakeWriter, new: Callable[[], R]) -> AsyncGenerator[R, None]:
+async def stream_one(attachment: Attachment, make: MakeWriter, new: Callable[[], R]) -> AsyncGenerator[R, None]:
     """Of one choice, which is all of its request or was asked for by its own id."""
     writer = await make(attachment.request, attachment.earlier, attachment.request.choice)
     accepted((response := new()).event, attachment.request)
@@ -66,7 +66,7 @@ async def relay_one(attachment: Attachment, make: MakeWriter, new: Callable[[], 
         yield response
 
 
-async def relay_choices(attachments: Sequence[Attachment], make: MakeWriter, new: Callable[[], R]) -> AsyncGenerator[R, None]:
+async def stream_choices(attachments: Sequence[Attachment], make: MakeWriter, new: Callable[[], R]) -> AsyncGenerator[R, None]:
     """Of choices that are all given out, each from the index it was attached at."""
     writers = [await make(attachment.request, attachment.earlier, place) for place, attachment in enumerate(attachments)]
     accepted((response := new()).event, attachments[0].request, len(attachments))
@@ -79,7 +79,7 @@ async def relay_choices(attachments: Sequence[Attachment], make: MakeWriter, new
                 yield response
 
 
-async def relay_best(
+async def stream_best(
     attachments: Sequence[Attachment], next_indexes: Sequence[int], make: MakeWriter, new: Callable[[], R]
 ) -> AsyncGenerator[R, None]:
     """Of choices of which the best are given out, all attached at 0. Raises IndexAhead.

@@ -26,7 +26,7 @@ from tokenmill_scheduler.intake import Intake, Taken
 from tokenmill_scheduler.intake.fields import read_next_indexes, read_reason, read_request_id
 from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.auth import check_visible, claim
-from tokenmill_scheduler.servicers.choices import R, relay_best, relay_choices, relay_one
+from tokenmill_scheduler.servicers.choices import R, stream_best, stream_choices, stream_one
 from tokenmill_scheduler.servicers.errors import reason_of, told_of
 from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
 from tokenmill_scheduler.servicers.multiplex import CallEvent, Multiplexed
@@ -68,7 +68,7 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.SubmitResponse(request_id=submitted.request_id, prompt_tokens=len(taken.request.prompt), joined=submitted.joined)
 
     def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncGenerator[pb.AttachResponse, None]:
-        return self._take_up(request, pb.AttachResponse)
+        return self._attach(request, pb.AttachResponse)
 
     async def Multiplex(
         self, requests: AsyncIterator[pb.MultiplexRequest], context: Any
@@ -110,7 +110,7 @@ class InferenceServicer(InferenceServiceServicer):
         check_size(opening, opening.ByteSize(), self._max_message_bytes)
         if request.WhichOneof("action") == "generate":
             return self._generate(request.generate, new)
-        return self._take_up(request.attach, new)
+        return self._attach(request.attach, new)
 
     def _tell(self, error: Exception, request: pb.MultiplexRequest, told: bool) -> Status:
         method = "Generate" if request.WhichOneof("action") == "generate" else "Attach"
@@ -123,11 +123,11 @@ class InferenceServicer(InferenceServiceServicer):
         taken = await self._intake.take(request.request, detached=request.request.detached)
         attachments = await self._open(taken)
         output = request.output if request.HasField("output") else None
-        async with _closing(attachments), aclosing(self._relay(attachments, (), output, new)) as responses:
+        async with _closing(attachments), aclosing(self._stream(attachments, (), output, new)) as responses:
             async for response in responses:
                 yield response
 
-    async def _take_up(self, request: pb.AttachRequest, new: Callable[[], R]) -> AsyncGenerator[R, None]:
+    async def _attach(self, request: pb.AttachRequest, new: Callable[[], R]) -> AsyncGenerator[R, None]:
         output = request.output if request.HasField("output") else None
         wanted = (await self._visible(request.request_id)).stored.request
         next_indexes = read_next_indexes(request, wanted)
@@ -135,12 +135,12 @@ class InferenceServicer(InferenceServiceServicer):
             # Unavailable until the model is known, as after a restart. Asked before a stream is opened: closing one again would
             # cancel a request that nobody else reads.
             self._model_of(wanted)
-        attachments = await self._attach(wanted, next_indexes)
-        async with _closing(attachments), aclosing(self._relay(attachments, next_indexes, output, new)) as responses:
+        attachments = await self._attach_choices(wanted, next_indexes)
+        async with _closing(attachments), aclosing(self._stream(attachments, next_indexes, output, new)) as responses:
             async for response in responses:
                 yield response
 
-    def _relay(
+    def _stream(
         self,
         attachments: Sequence[Attachment],
         next_indexes: Sequence[int],
@@ -158,10 +158,10 @@ class InferenceServicer(InferenceServiceServicer):
             return EventWriter(choice, len(earlier), text, wants_token_ids(output), number)
 
         if len(attachments) == 1:
-            return relay_one(attachments[0], make_writer, new)
+            return stream_one(attachments[0], make_writer, new)
         if request.best_of > request.n:
-            return relay_best(attachments, next_indexes or (0,) * request.n, make_writer, new)
-        return relay_choices(attachments, make_writer, new)
+            return stream_best(attachments, next_indexes or (0,) * request.n, make_writer, new)
+        return stream_choices(attachments, make_writer, new)
 
     async def _open(self, taken: Taken) -> tuple[Attachment, ...]:
         """Submits and attaches as one: a client that goes in between must not leave a request behind that nobody reads."""
@@ -176,9 +176,9 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def _submit_and_attach(self, taken: Taken) -> tuple[Attachment, ...]:
         await self._desk.submit(taken.request, taken.payload_digest)
-        return await self._attach(taken.request, ())
+        return await self._attach_choices(taken.request, ())
 
-    async def _attach(self, request: Request, next_indexes: Sequence[int]) -> tuple[Attachment, ...]:
+    async def _attach_choices(self, request: Request, next_indexes: Sequence[int]) -> tuple[Attachment, ...]:
         """To all choices of a request, or to the one that it is. Where the best are given out, those are known in the end."""
         choices = choice_ids(request)
         if len(choices) != len(next_indexes):

@@ -28,8 +28,8 @@ class _Tokens:
         return cls(len(admission.token_ids), limit)
 
 
-class Answers:
-    """Those of one epoch, in the order of its plans."""
+class ResultCheck:
+    """Of one epoch: it is told of each plan that is `sent`, and checks the answers in the order of the plans."""
 
     def __init__(self, facts: ExecutorFacts) -> None:
         self._description = facts.description

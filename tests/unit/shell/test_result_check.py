@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tokenmill_scheduler.answers import Answers
 from tokenmill_scheduler.core.plans import Admission, Blocks, ExecutorDescription, Fault, Plan, Result, SequenceFault
 from tokenmill_scheduler.core.request import Sampling
+from tokenmill_scheduler.result_check import ResultCheck
 from tokenmill_scheduler.wire import ExecutorFacts, ProtocolError
 
 FACTS = ExecutorFacts(ExecutorDescription("x", "m", 4, 10, 20, 2, 16, 2), "d", vocab_size=50, device="cpu", epoch=0, version="1")
@@ -22,21 +22,21 @@ def result(plan_id: int = 1, computed: int = 3, tokens: tuple[int, ...] = (49,),
     return replace(Result(1, plan_id, (1,), (computed,), (len(tokens),), tokens, (finish,), BLOCKS), **changes)
 
 
-def answers(*plans: Plan) -> Answers:
-    made = Answers(FACTS)
+def check_of(*plans: Plan) -> ResultCheck:
+    made = ResultCheck(FACTS)
     for plan in plans:
         made.sent(plan)
     return made
 
 
-def refusal(checked: Answers, plan: Plan, answer: Result) -> str:
+def refusal(checked: ResultCheck, plan: Plan, answer: Result) -> str:
     with pytest.raises(ProtocolError) as refused:
         checked.check(plan, answer)
     return str(refused.value)
 
 
 def test_a_sequence_goes_from_its_prompt_to_its_limit() -> None:
-    checked = answers(FIRST, SECOND)
+    checked = check_of(FIRST, SECOND)
     checked.check(FIRST, result())
     checked.check(SECOND, result(2, 1, (8,), finish=2))
     # A plan that was out when it ended advances it by nothing.
@@ -63,12 +63,12 @@ def test_a_sequence_goes_from_its_prompt_to_its_limit() -> None:
     ],
 )
 def test_what_no_executor_can_have_done(answer: Result, words: str) -> None:
-    assert refusal(answers(FIRST), FIRST, answer) == words
+    assert refusal(check_of(FIRST), FIRST, answer) == words
 
 
 @pytest.mark.parametrize("ended", ["finish", "fault", "release"])
 def test_a_sequence_that_has_ended_goes_on_no_more(ended: str) -> None:
-    checked = answers(FIRST)
+    checked = check_of(FIRST)
     faults = {1: Fault(SequenceFault.ERROR, "")} if ended == "fault" else {}
     first = result(computed=0, tokens=(), faults=faults) if faults else result(finish=ended == "finish")
     checked.check(replace(FIRST, release=(1,)) if ended == "release" else FIRST, first)
@@ -76,7 +76,7 @@ def test_a_sequence_that_has_ended_goes_on_no_more(ended: str) -> None:
 
 
 def test_a_sequence_without_free_blocks_has_not_ended() -> None:
-    checked = answers(FIRST)
+    checked = check_of(FIRST)
     checked.check(FIRST, result(computed=0, tokens=(), faults={1: Fault(SequenceFault.NO_BLOCKS, "")}))
     checked.check(replace(FIRST, plan_id=2, admit=()), result(2))
 
@@ -84,5 +84,5 @@ def test_a_sequence_without_free_blocks_has_not_ended() -> None:
 def test_the_context_length_is_a_limit() -> None:
     long = replace(ADMISSION, sampling=Sampling(max_tokens=100, seed=0), token_ids=(5,) * 19, num_prompt_tokens=19)
     plan = replace(FIRST, admit=(long,), advance_max_tokens=(19,))
-    assert refusal(answers(plan), plan, result(computed=19)) == "result 1 has sequence 1 go on at 20 tokens, its limit is 20"
-    answers(plan).check(plan, result(computed=19, finish=2))
+    assert refusal(check_of(plan), plan, result(computed=19)) == "result 1 has sequence 1 go on at 20 tokens, its limit is 20"
+    check_of(plan).check(plan, result(computed=19, finish=2))
