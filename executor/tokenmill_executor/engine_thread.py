@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from prometheus_client import Metric
 
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.interrupt import Interrupt
+from tokenmill_executor.job_thread import JobThread
 from tokenmill_executor.metrics import Metrics, Offload
 from tokenmill_executor.records import Plan, Result, Standing
 from tokenmill_executor.runner import DeviceLost
@@ -40,7 +40,7 @@ class EngineThread:
 
     def __init__(self, check_after_s: float = _CHECK_AFTER_S) -> None:
         self.metrics = Metrics()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._thread = JobThread("engine")
         self._engine: Engine | None = None
         self._idle_since_s = time.perf_counter()
         self._lost: DeviceLost | None = None
@@ -56,18 +56,20 @@ class EngineThread:
         return self._engine is not None
 
     def run(self, job: Callable[[], T], cuts: bool = True) -> asyncio.Future[T]:
-        """Carries out `job` behind all earlier ones. To cancel the future does not stop a job that has begun.
+        """Carries out `job` behind all earlier ones. To cancel the future does not stop it.
 
         `cuts`: a plan in progress begins no further step, so that the job's turn comes sooner.
         """
         if cuts:
             self._interrupt.ask()
-        return asyncio.get_running_loop().run_in_executor(self._pool, self._begin, job, cuts)
+        return self._thread.run(self._cutting(job) if cuts else job)
 
-    def _begin(self, job: Callable[[], T], cuts: bool) -> T:
-        if cuts:
+    def _cutting(self, job: Callable[[], T]) -> Callable[[], T]:
+        def begin() -> T:
             self._interrupt.heed()
-        return job()
+            return job()
+
+        return begin
 
     async def load(self, make_engine: Callable[[], Engine]) -> None:
         """Makes the engine on its own thread, so that the event loop goes on and a device context has one owner."""
@@ -98,7 +100,7 @@ class EngineThread:
         if self._check is not None:
             self._check.cancel()
         last = self.run(lambda: None)
-        self._pool.shutdown(wait=False)
+        self._thread.close()
         done, _ = await asyncio.wait([last], timeout=timeout_s)
         return bool(done)
 
