@@ -12,6 +12,7 @@ Each listens on a unix socket in a folder of its own, so that one started again 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
+# Flags for metrics at any port that is free.
+METRICS = ("--metrics-address", "127.0.0.1:0")
 
 
 class ServiceProcess:
@@ -53,6 +56,11 @@ class ServiceProcess:
             assert self._process.poll() is None, f"{self.name} ended with {self._process.returncode}:\n{self.log.read_text()}"
             assert time.monotonic() < give_up_s, f"{self.name} does not listen:\n{self.log.read_text()}"
             time.sleep(0.01)
+
+    @property
+    def metrics_address(self) -> str:
+        """Where it tells of itself, if it was started with METRICS: it said so in its log before it listened."""
+        return re.findall(r"metrics served.* address=(\S+)", self.log.read_text())[-1]
 
     def kill(self) -> None:
         """SIGKILL: it has no time for last words."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import urllib.request
 from dataclasses import dataclass
 
@@ -41,11 +40,3 @@ async def scrape(address: str) -> Scrape:
 def scrape_now(address: str) -> Scrape:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
         return Scrape(tuple(text_string_to_metric_families(response.read().decode())))
-
-
-def free_port() -> int:
-    """One that nobody had just now: what listens says its address in a log only."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -22,8 +22,8 @@ from tokenmill_service.metrics import MetricsServer
 
 from tests.fakes.calls import Caller, Stream, eventually, spec
 from tests.fakes.memory_ledger import MemoryLedger
-from tests.fakes.processes import Processes, ServiceProcess, wait_serving
-from tests.fakes.scrapes import Scrape, free_port, scrape, scrape_now
+from tests.fakes.processes import METRICS, Processes, ServiceProcess, wait_serving
+from tests.fakes.scrapes import Scrape, scrape, scrape_now
 
 BLOCK_SIZE = 256
 
@@ -205,16 +205,14 @@ async def test_refused_submits_are_counted_by_reason(executor: ServiceProcess) -
 
 
 async def test_an_executor_tells_of_its_steps_and_blocks(processes: Processes) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    flags = ("--metrics-address", address, "--num-gpu-blocks-override", "4", "--block-size", "16")
-    process = processes.executor(*flags, name="watched")
-    seen = await scrape(address)
+    process = processes.executor(*METRICS, "--num-gpu-blocks-override", "4", "--block-size", "16", name="watched")
+    seen = await scrape(process.metrics_address)
     assert seen("executor_blocks", state="free") == 4
     assert seen("executor_info", name="watched", model="simulated") == 1
     async with scheduler(process) as server, Caller(server.address) as caller:
         for prompt in (50, 51, 52):
             await caller.run(spec([prompt] * 40, 8))
-        theirs, seen = await scrape(server.metrics_address), await scrape(address)
+        theirs, seen = await scrape(server.metrics_address), await scrape(process.metrics_address)
     assert seen("executor_steps_total") == theirs("steps_total")
     assert seen("executor_sampled_tokens_total") == 24
     assert seen("executor_computed_tokens_total") == theirs("iteration_tokens_total_sum") == 3 * (40 + 7)

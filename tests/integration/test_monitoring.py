@@ -11,8 +11,8 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.fakes.processes import Processes, wait_serving
-from tests.fakes.scrapes import free_port, scrape_now
+from tests.fakes.processes import METRICS, Processes, wait_serving
+from tests.fakes.scrapes import scrape_now
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana/dashboards/tokenmill.json"
@@ -57,14 +57,13 @@ class Names(dict[str, set[str]]):
 @pytest.fixture(scope="module")
 def scraped() -> dict[str, set[str]]:
     """The labels of each metric of an idle service: no figure waits for something to happen."""
-    ours, theirs = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     with Processes() as processes:
-        executor = processes.executor("--metrics-address", theirs)
-        scheduler = processes.scheduler(executor.address, flags=("--metrics-address", ours))
+        executor = processes.executor(*METRICS)
+        scheduler = processes.scheduler(executor.address, flags=METRICS)
         asyncio.run(wait_serving(scheduler.address))
         labels: dict[str, set[str]] = dict(OF_PROMETHEUS)
-        for address in (ours, theirs):
-            for metric in scrape_now(address).metrics:
+        for service in (scheduler, executor):
+            for metric in scrape_now(service.metrics_address).metrics:
                 for sample in metric.samples:
                     labels.setdefault(sample.name, {"job", "instance"}).update(sample.labels)
     return labels

@@ -9,8 +9,8 @@ import pytest
 from tokenmill.admin.v1 import admin_pb2
 
 from tests.fakes.calls import Caller, foretold, spec
-from tests.fakes.processes import Processes, wait_serving
-from tests.fakes.scrapes import free_port, scrape
+from tests.fakes.processes import METRICS, Processes, wait_serving
+from tests.fakes.scrapes import scrape
 
 # A block is copied sooner than its 16 tokens are computed.
 HOST_MEMORY = ("--kv-offloading-size", "0.1", "--simulated-prefill-token-us", "50")
@@ -76,8 +76,7 @@ async def test_what_a_small_pool_evicts_is_found_in_host_memory(processes: Proce
 
 async def test_c19_preempted_sequences_resume_by_swap_with_the_same_tokens(processes: Processes) -> None:
     """Four sequences of up to eleven blocks in a pool of sixteen."""
-    address = f"127.0.0.1:{free_port()}"
-    executor = processes.executor("--num-gpu-blocks-override", "16", "--metrics-address", address, *HOST_MEMORY)
+    executor = processes.executor("--num-gpu-blocks-override", "16", *METRICS, *HOST_MEMORY)
     scheduler = processes.scheduler(executor.address)
     await wait_serving(scheduler.address)
     prompts = [[50 + number] * 64 for number in range(4)]
@@ -85,7 +84,7 @@ async def test_c19_preempted_sequences_resume_by_swap_with_the_same_tokens(proce
         streams = await asyncio.gather(*(caller.run(spec(prompt, 100)) for prompt in prompts))
         assert [stream.tokens for stream in streams] == [foretold(prompt, 100) for prompt in prompts]
         load = await caller.admin.GetLoad(admin_pb2.GetLoadRequest())
-    seen = await scrape(address)
+    seen = await scrape(executor.metrics_address)
     assert load.preemptions > 0
     assert seen("executor_kv_offload_copied_blocks_total", direction="in") > 0
     assert seen("executor_blocks", state="held") == 0
