@@ -6,19 +6,17 @@ A lane keeps the slots that it is guaranteed: those of a higher lane take only w
 from __future__ import annotations
 
 from tokenmill_scheduler.core import quarantine
+from tokenmill_scheduler.core.admitter import Admitter
 from tokenmill_scheduler.core.batching import Batching
 from tokenmill_scheduler.core.counters import Preemption
 from tokenmill_scheduler.core.executor import ExecutorState
 from tokenmill_scheduler.core.lanes import guaranteed_slots
-from tokenmill_scheduler.core.lineup import Lineup
 from tokenmill_scheduler.core.live import LiveRequest
 from tokenmill_scheduler.core.queue import WaitingQueue
 from tokenmill_scheduler.core.quotas import QuotaCheck
-from tokenmill_scheduler.core.request import Lane
 from tokenmill_scheduler.core.room import Room
 from tokenmill_scheduler.core.roster import Roster
 from tokenmill_scheduler.core.sequence import Sequence
-from tokenmill_scheduler.core.warden import Warden
 
 _DISPLACED = "displaced by a request of higher priority"
 
@@ -33,11 +31,11 @@ def last_in_order(executor: ExecutorState, queue: WaitingQueue) -> Sequence | No
 
 
 class Displacement:
-    def __init__(self, roster: Roster, batching: Batching, room: Room, warden: Warden) -> None:
+    def __init__(self, roster: Roster, batching: Batching, room: Room, admitter: Admitter) -> None:
         self._roster = roster
         self._batching = batching
         self._room = room
-        self._warden = warden
+        self._admitter = admitter
 
     def make_way(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> None:
         """Preempts an outranked running sequence for each slot a waiting request lacks, or one a plan for its blocks."""
@@ -46,11 +44,8 @@ class Displacement:
         slots = self._batching.open_slots(executor, queue, now_s)
         budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.certain_to_end)
         blocks = self._room.blocks_free(executor)
-        running, paused = executor.slots_by_lane(), bool(self._roster.paused)
-        lineup = Lineup(queue, running, executor.max_num_seqs, now_s, executor.mirror.hit, paused)
+        lineup = self._admitter.lineup(executor, queue, now_s)
         quotas = QuotaCheck(self._roster.quotas, now_s)
-        if self._warden.holds_batch(executor):
-            lineup.skip_lane(Lane.BATCH)
         for live in lineup:
             if not self._room.is_candidate(live, executor):
                 continue

@@ -106,7 +106,7 @@ class Scheduler(Questions):
         super().__init__(roster, batching, room, Warden(roster, config.overload))
         self._membership = Membership(roster, config.max_num_seqs, config.max_num_batched_tokens, config.max_executor_losses)
         admitter = Admitter(roster, room, self._warden, config.max_overtakes)
-        self._planner = Planner(roster, batching, room, admitter, Displacement(roster, batching, room, self._warden))
+        self._planner = Planner(roster, batching, room, admitter, Displacement(roster, batching, room, admitter))
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Applies one event at time `now_s` (Unix seconds, never going back); the effects are in the order to be carried out."""
