@@ -1,4 +1,4 @@
-"""The CPU backend in C++: a Llama-family decoder's forward step as one call, one that chooses tokens, and one that does both in turn.
+"""The CPU backend in C++: one call for the forward step of a Llama-family decoder, one to choose tokens, one for both in turn.
 
 `support` says whether it can run here and run a model, `model.CpuModel` runs it, `sampling.kernels` chooses tokens, `decodes` takes
 several steps; `csrc/` has the kernels, which `build` compiles when the package is installed.

@@ -117,7 +117,7 @@ class CpuModel:
     def room_for_logits(self, samples: int) -> torch.Tensor:
         """The same memory each time: pages that are new to the process cost a step of many sequences a thirtieth of its time.
 
-        And the same tensor: while torch makes one it lets go of the interpreter, and the thread that talks to the scheduler takes it.
+        And the same tensor: while torch makes one it lets go of the interpreter, which the event loop's thread then takes.
         """
         if samples > self._most_logits.shape[0]:
             self._most_logits = torch.empty((2 * samples, self.config.vocab_size), dtype=torch.float32)
