@@ -1,4 +1,4 @@
-"""What operators hold back (the queue, executors), the policy they set, and the record of it all: implements `desk.OperatorDesk`.
+"""What operators hold back (the queue, executors), the policy they set, and the record of it all: an `OperatorDesk`.
 
 A hold is in the ledger and outlives every scheduler; each scheduler on the database looks now and then and does as it says.
 Must not know: protobuf, SQL.
