@@ -10,14 +10,19 @@ import torch
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """On a CPU a view of `array`; else a copy, queued behind the work the device has.
+    """On a CPU a view of `array`; else a copy, queued behind the work the device has."""
+    return stage(array, device).to(device, non_blocking=True)
 
-    Goes through pinned memory, which torch keeps until the copy is done: from any other the driver may wait for the device first.
-    """
+
+def upload_into(target: torch.Tensor, array: npt.NDArray[np.generic]) -> None:
+    """As `upload`, to a place that is there already."""
+    target.copy_(stage(array, target.device), non_blocking=True)
+
+
+def stage(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """For CUDA in pinned memory, which torch keeps until the copy is done: from any other the driver may wait for the device."""
     host = torch.from_numpy(array)
-    if device.type != "cuda" or not array.size:
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    return host.pin_memory() if device.type == "cuda" and array.size else host
 
 
 def integers(values: Sequence[int], device: torch.device) -> torch.Tensor:

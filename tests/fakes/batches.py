@@ -36,11 +36,15 @@ class Blocks:
         self._free += [block for blocks in track.blocks for block in blocks]
         track.blocks, track.computed = [], 0
 
+    def reserve(self, track: Track, num_tokens: int) -> None:
+        """Blocks for so many tokens in all."""
+        while len(track.blocks) * self.block_size < num_tokens:
+            track.blocks.append(tuple(self._free.pop() for _ in range(self.groups)))
+
     def batch(self, advances: Sequence[tuple[Track, int]]) -> Batch:
         """Advances each by so many tokens, and counts them as computed."""
         for track, count in advances:
-            while len(track.blocks) * self.block_size < track.computed + count:
-                track.blocks.append(tuple(self._free.pop() for _ in range(self.groups)))
+            self.reserve(track, track.computed + count)
         counts = np.array([count for _, count in advances])
         positions = np.concatenate([np.arange(track.computed, track.computed + count) for track, count in advances])
         slots = [

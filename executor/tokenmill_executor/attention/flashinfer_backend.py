@@ -17,7 +17,7 @@ import torch
 
 from tokenmill_executor.attention.backend import AttentionBatch, CacheShape, PagedBackend
 from tokenmill_executor.runner import Int32Array
-from tokenmill_executor.upload import upload
+from tokenmill_executor.upload import stage, upload
 
 # As its documentation recommends.
 _WORKSPACE_BYTES = 128 << 20
@@ -51,11 +51,12 @@ class FlashInferAttention(PagedBackend):
         counts = -(-batch.context_lens // size)
         for group, tables, wrapper in zip(self._layout.groups, batch.block_tables, self._planned, strict=True):
             wrapper.plan(
-                self._up(batch.query_starts),
-                self._up(np.concatenate([[0], np.cumsum(counts)])),
+                # It reads these itself, and would have the device wait for what lies there.
+                self._host(batch.query_starts),
+                self._host(np.concatenate([[0], np.cumsum(counts)])),
                 # Blocks that a window has left behind are named 0 in the table, and masked.
-                self._up(np.concatenate([table[:count] for table, count in zip(tables, counts, strict=True)])),
-                self._up(batch.context_lens - (counts - 1) * size),
+                upload(np.concatenate([table[:count] for table, count in zip(tables, counts, strict=True)]), shape.device),
+                self._host(batch.context_lens - (counts - 1) * size),
                 shape.num_heads,
                 shape.num_kv_heads,
                 shape.head_dim,
@@ -68,8 +69,8 @@ class FlashInferAttention(PagedBackend):
                 kv_data_type=shape.kv_format.dtype,
             )
 
-    def _up(self, array: Int32Array) -> torch.Tensor:
-        return upload(array.astype(np.int32), self._shape.device)
+    def _host(self, array: Int32Array) -> torch.Tensor:
+        return stage(array.astype(np.int32), self._shape.device)
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         group, place = self._layout.places[layer]

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own usage
 from tokenmill_executor.attention.backend import AttentionBatch, CacheShape, PagedBackend
 from tokenmill_executor.attention.cache import PagedHeads
 from tokenmill_executor.runner import Int32Array
+from tokenmill_executor.upload import upload
 
 _Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 # Decodes gathered at once: on a CPU so many that what was gathered still lies in its caches when it is read (measured: 2,048
@@ -133,9 +134,9 @@ class ReferenceAttention(PagedBackend):
         before = batch.context_lens[sequences].astype(np.int64) - (starts[sequences + 1] - starts[sequences])
         positions = before[:, None] + steps
         return _Piece(
-            rows=torch.from_numpy(rows.reshape(-1)).to(device),
+            rows=upload(rows.reshape(-1), device),
             sequences=sequences,
-            positions=torch.from_numpy(positions.astype(np.int32)).to(device),
+            positions=upload(positions.astype(np.int32), device),
             last=positions[:, -1],
             whole=whole,
         )
@@ -155,8 +156,8 @@ class ReferenceAttention(PagedBackend):
             keys = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), -1).astype(np.int32)
             device = self._shape.device
             piece.views[group] = _View(
-                torch.from_numpy(tables[piece.sequences[:, None], own].astype(np.int64)).to(device),
-                torch.from_numpy(keys).to(device),
+                upload(tables[piece.sequences[:, None], own].astype(np.int64), device),
+                upload(keys, device),
             )
         return piece.views[group]
 

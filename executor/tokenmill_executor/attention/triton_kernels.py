@@ -23,7 +23,7 @@ import triton.language as tl
 _INDICES = ["block_tables", "query_starts", "context_lens", "tile_sequences", "tile_firsts"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kv_kernel(
     key,  # [T, num_kv_heads, head_dim], heads side by side
     value,
@@ -44,7 +44,7 @@ def write_kv_kernel(
         tl.store(values + slot * ROW + places, tl.load(value + token * value_stride + places, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def quantize_kv_kernel(
     key,  # [T, num_kv_heads, head_dim], heads side by side
     value,

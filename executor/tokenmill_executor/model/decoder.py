@@ -5,7 +5,7 @@ Must not know: sampling, sequences, where K and V lie (the attention backend doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from tokenmill_executor.model.linear import Linear, LinearMaker, make_linear
 from tokenmill_executor.model.ops import Ops, TorchOps
 from tokenmill_executor.model.rope import rotary_tables
 from tokenmill_executor.runner import Batch, BlockGroup, Int32Array
-from tokenmill_executor.upload import upload
+from tokenmill_executor.upload import integers, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class Decoder:
         self._activate = self._ops.silu_mul if config.activation == "silu" else self._ops.gelu_mul
         # Rounded to the model's type, as transformers has it.
         self._embedding_scale = float(torch.tensor(config.embedding_scale).to(dtype))
+        self.block_size = 0
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -94,6 +95,7 @@ class Decoder:
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache, dropping an earlier one."""
+        self.block_size = block_size
         self._attention.allocate(num_blocks, block_size)
 
     def storage(self) -> list[torch.Tensor]:
@@ -110,6 +112,17 @@ class Decoder:
         logits = self.logits(normed.index_select(0, self._indices(batch.query_starts[batch.sample_rows + 1] - 1)))
         finite = hidden.isfinite().all(dim=1)
         return logits if bool(finite.all()) else self._contain(batch, ~finite, logits)
+
+    def decode(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `model.port.DecodeModel`: so it does not look whether all are numbers, as `forward` does."""
+        self._attention.prepare(AttentionBatch.of(batch, self.device))
+        _, normed = self.hidden(token_ids, self._indices(batch.positions))
+        return self.logits(normed)
+
+    def erase(self, batch: Batch, rows: Sequence[int]) -> None:
+        """See `model.port.DecodeModel`."""
+        self._attention.prepare(AttentionBatch.of(batch, self.device))
+        self._attention.erase(integers(rows, self.device))
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T] and [T] → the last layer's output and its norm, [T, hidden_size] each. The attention backend has been prepared.

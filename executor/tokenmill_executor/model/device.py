@@ -1,8 +1,9 @@
-"""What the runner asks of its device: how long a forward pass took, and after an error whether it still lives."""
+"""What the runner asks of its device: how long a pass took, what it has computed, and after an error whether it still lives."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,6 +42,44 @@ class CudaClock:
         assert isinstance(end, torch.cuda.Event)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+
+class Download(Protocol):
+    """A tensor on its way to the host."""
+
+    def wait(self) -> torch.Tensor:
+        """Returns it once it is there, on the host."""
+
+
+# Has a tensor come down as it is behind the work handed out so far; does not wait for it.
+Fetch = Callable[[torch.Tensor], Download]
+
+
+class HostDownload:
+    """For a CPU: the tensor itself, which nobody may change before it is looked at."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self._tensor
+
+
+class CudaDownload:
+    """Through pinned memory, to which the device writes by itself.
+
+    Each has memory of its own: torch keeps a few pinned pieces and gives one out again only when its copy is done.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        self._arrived.synchronize()
+        return self._host
 
 
 def is_lost(device: torch.device) -> bool:

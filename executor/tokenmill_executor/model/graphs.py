@@ -1,7 +1,8 @@
 """Decode steps replayed from captured CUDA graphs: one launch from the host in place of some hundreds.
 
 A graph is captured for a number of sequences, padded upwards, and a way to split their positions; its inputs lie at fixed addresses
-and are filled anew before each replay. Whatever is not one sampled token for each sequence goes to the decoder as it is.
+and are filled anew before each replay, the tokens from the host or from where the step before has sampled them. All of it is queued
+behind the work that the device has. Whatever is not one sampled token for each sequence goes to the decoder as it is.
 
 Must not know: how layers are computed, CUDA itself (`Capture` does), sampling.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ import torch
 from tokenmill_executor.attention.backend import DecodeBackend, DecodeInputs
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.runner import Batch, BlockGroup, Int32Array
-from tokenmill_executor.upload import upload
+from tokenmill_executor.upload import upload_into
 
 Replay = Callable[[], None]
 # Takes a computation on tensors that stay where they are, runs it, and returns what runs it again.
@@ -53,6 +55,7 @@ class GraphedDecoder:
         self._sizes = padded_sizes(max_num_seqs)
         self._max_model_len = max_model_len
         self._replays: dict[tuple[int, int], Replay] = {}
+        self.block_size = 0
         self._inputs: _Inputs | None = None
         self._logits = torch.empty(0)
 
@@ -68,6 +71,7 @@ class GraphedDecoder:
         self._replays.clear()  # they hold the addresses of the cache that goes
         self._inputs, self._capture, self._logits = None, None, torch.empty(0)
         self._decoder.allocate(num_blocks, block_size)
+        self.block_size = block_size
         if num_blocks == 0:
             return
         blocks = -(-self._max_model_len // block_size)
@@ -86,10 +90,25 @@ class GraphedDecoder:
         count = len(batch.context_lens)
         if len(batch.token_ids) != count or len(batch.sample_rows) != count or count > self._sizes[-1]:
             return self._decoder.forward(batch)
+        return self._replay(batch, None)
+
+    def decode(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `model.port.DecodeModel`."""
+        if len(batch.context_lens) > self._sizes[-1]:
+            return self._decoder.decode(batch, token_ids)
+        return self._replay(batch, token_ids)
+
+    def erase(self, batch: Batch, rows: SequenceOf[int]) -> None:
+        """See `model.port.DecodeModel`."""
+        self._decoder.erase(batch, rows)
+
+    def _replay(self, batch: Batch, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """Of a batch that fits; `token_ids` in place of the batch's own."""
         assert self._inputs is not None, "allocate comes first"
+        count = len(batch.context_lens)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         replay = self._replay_for(size, self._attention.decode_splits(size, int(batch.context_lens.max())))
-        self._inputs.fill(batch, size)
+        self._inputs.fill(batch, size, token_ids)
         replay()
         return self._logits[:count]
 
@@ -97,7 +116,7 @@ class GraphedDecoder:
         if (size, splits) not in self._replays:
             assert self._inputs is not None
             assert self._capture is not None
-            self._inputs.clear()
+            self._inputs.clear(size)
             self._replays[size, splits] = self._capture(lambda: self._compute(size, splits))
         return self._replays[size, splits]
 
@@ -112,41 +131,49 @@ class GraphedDecoder:
 class _Inputs:
     """What graphs read, at addresses that stay: for each row three numbers and, for each group of layers, a slot and a block table.
 
-    All int32.
+    All int32. The columns of a size lie side by side, so that they come up in one copy.
     """
 
     def __init__(self, groups: int, rows: int, blocks: int, device: torch.device) -> None:
-        self._device = device
         # The slots behind the three.
-        self._columns = torch.empty((3 + groups, rows), dtype=torch.int32, device=device)
+        self._num_columns = 3 + groups
+        self._columns = torch.zeros(self._num_columns * rows, dtype=torch.int32, device=device)
         self._tables = torch.zeros((groups, rows, blocks), dtype=torch.int32, device=device)
         self._counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.clear()
+        self._filled_with: Int32Array | None = None
 
-    def clear(self) -> None:
+    def clear(self, size: int) -> None:
         """All rows are padding, which reads and writes no block."""
-        self._columns.copy_(upload(self._padding(self._columns.shape[1]), self._device))
+        upload_into(self._of_size(size), self._padding(size))
 
-    def fill(self, batch: Batch, size: int) -> None:
+    def fill(self, batch: Batch, size: int, token_ids: torch.Tensor | None) -> None:
         """The batch's rows, then padding up to `size`; what lies in tables beyond a row's context is never read."""
         _, count, width = batch.block_tables.shape
         columns = self._padding(size)
         columns[:, :count] = batch.token_ids, batch.positions, batch.context_lens, *batch.slots
-        self._columns[:, :size].copy_(upload(columns, self._device), non_blocking=True)
-        self._tables[:, :count, :width].copy_(upload(np.ascontiguousarray(batch.block_tables), self._device), non_blocking=True)
+        upload_into(self._of_size(size), columns)
+        if token_ids is not None:
+            self.column(_TOKENS, size)[:count].copy_(token_ids)
+        # Of steps that follow one another it is the same array, made for all of them.
+        if batch.block_tables is not self._filled_with:
+            upload_into(self._tables[:, :count, :width], np.ascontiguousarray(batch.block_tables))
+            self._filled_with = batch.block_tables
 
     def _padding(self, rows: int) -> Int32Array:
-        columns = np.zeros((self._columns.shape[0], rows), dtype=np.int32)
+        columns = np.zeros((self._num_columns, rows), dtype=np.int32)
         columns[3:] = _NO_SLOT
         return columns
 
+    def _of_size(self, size: int) -> torch.Tensor:
+        return self._columns[: self._num_columns * size].view(self._num_columns, size)
+
     def column(self, index: int, size: int) -> torch.Tensor:
-        return self._columns[index, :size]
+        return self._of_size(size)[index]
 
     def attention(self, size: int) -> DecodeInputs:
         return DecodeInputs(
-            slots=self._columns[3:, :size],
+            slots=self._of_size(size)[3:],
             context_lens=self.column(_CONTEXTS, size),
             block_tables=self._tables[:, :size],
             rows=self._counts[:size],

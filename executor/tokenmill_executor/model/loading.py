@@ -13,17 +13,17 @@ from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels, why_not
 from tokenmill_executor.cpu.decodes import CpuDecodes
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig, ModelError, with_windows
-from tokenmill_executor.model.cuda import cuda_model
+from tokenmill_executor.model.cuda import cuda_decodes, cuda_draws, cuda_model
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.linear import make_linear
 from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, largest_batch
-from tokenmill_executor.model.port import Model
+from tokenmill_executor.model.port import DecodeModel, Decodes, Model
 from tokenmill_executor.model.quantized_linear import QUANTIZED_LINEARS
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
 from tokenmill_executor.model.weights import Checkpoint
 from tokenmill_executor.runner import RunnerDescription
-from tokenmill_executor.sampling import available_kernels
+from tokenmill_executor.sampling import MakeDraws, SamplingKernels, TorchDraws, available_kernels
 
 log = structlog.get_logger(__name__)
 
@@ -76,9 +76,10 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
         dtype=str(dtype).removeprefix("torch."),
         block_groups=model.block_groups,
     )
-    measure = partial(_cache_bytes, model, device, max_model_len, settings)
-    decodes = CpuDecodes(model, sampling_kernels) if isinstance(model, CpuModel) and sampling_kernels is not None else None
-    return TorchRunner(model, description, tokenizer_files(checkpoint.source), device, measure, sampling_kernels, decodes)
+    make_draws = cuda_draws(settings.attention_backend) if device.type == "cuda" else TorchDraws
+    measure = partial(_cache_bytes, model, device, max_model_len, settings, make_draws)
+    decodes, files = _decodes(model, device, sampling_kernels, make_draws), tokenizer_files(checkpoint.source)
+    return TorchRunner(model, description, files, device, measure, sampling_kernels, decodes, make_draws)
 
 
 def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, settings: LoadSettings) -> Model:
@@ -105,14 +106,21 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
     return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, kv_cache_dtype=kv_cache_dtype)
 
 
-def _cache_bytes(model: Model, device: torch.device, max_model_len: int, settings: LoadSettings) -> int:
+def _decodes(model: Model, device: torch.device, kernels: SamplingKernels | None, make_draws: MakeDraws) -> Decodes | None:
+    """None where the host has to look at each step."""
+    if isinstance(model, CpuModel) and kernels is not None:
+        return CpuDecodes(model, kernels)
+    return cuda_decodes(model, make_draws, device) if device.type == "cuda" and isinstance(model, DecodeModel) else None
+
+
+def _cache_bytes(model: Model, device: torch.device, max_model_len: int, settings: LoadSettings, make_draws: MakeDraws) -> int:
     if settings.kv_cache_memory_bytes is not None:
         return settings.kv_cache_memory_bytes
     if device.type == "cpu":
         return cpu_cache_bytes()
     groups = len(model.block_groups)
     batch = largest_batch(settings.max_num_batched_tokens, settings.max_num_seqs, max_model_len, groups)
-    return cuda_cache_bytes(model, device, settings.gpu_memory_utilization, batch)
+    return cuda_cache_bytes(model, device, settings.gpu_memory_utilization, batch, make_draws)
 
 
 def _device(name: str) -> torch.device:

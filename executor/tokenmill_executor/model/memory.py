@@ -12,7 +12,7 @@ import torch
 
 from tokenmill_executor.model.port import Model
 from tokenmill_executor.runner import Batch, SamplingInput, SamplingParams
-from tokenmill_executor.sampling import Sampler
+from tokenmill_executor.sampling import MakeDraws, Sampler
 
 _MOST_CPU_BYTES = 4 << 30
 _TRIAL_BLOCK_SIZE = 16
@@ -23,13 +23,13 @@ def cpu_cache_bytes() -> int:
     return min(_MOST_CPU_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
 
 
-def cuda_cache_bytes(model: Model, device: torch.device, utilization: float, batch: Batch) -> int:
+def cuda_cache_bytes(model: Model, device: torch.device, utilization: float, batch: Batch, make_draws: MakeDraws) -> int:
     """That share of the device's memory, less what others hold of it and what the step of the largest `batch` needs at its peak."""
     model.allocate(int(batch.block_tables.max()) + 1, _TRIAL_BLOCK_SIZE)
     cache_bytes = (int(batch.block_tables.max()) + 1) * model.block_bytes(_TRIAL_BLOCK_SIZE)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        Sampler(()).sample(model.forward(batch), batch.samples)
+        Sampler((), make_draws=make_draws).sample(model.forward(batch), batch.samples)
     torch.cuda.synchronize(device)
     model.allocate(0, _TRIAL_BLOCK_SIZE)
     torch.cuda.empty_cache()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +30,22 @@ class Model(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """One step. → logits of the rows that sample, [len(sample_rows), vocab_size] float32."""
+
+
+@runtime_checkable
+class DecodeModel(Model, Protocol):
+    """A model that takes a decode step while the host does not yet know its tokens. `block_size` is that of its KV cache."""
+
+    block_size: int
+
+    def decode(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
+        """A step of decodes that all sample, of these tokens, [S] on the device, and not the batch's. Does not wait for the device.
+
+        Logits as of `forward`, good until the next step. What a row stores that is not numbers stays there until `erase`.
+        """
+
+    def erase(self, batch: Batch, rows: SequenceOf[int]) -> None:
+        """Has the cache forget what a `decode` of this batch has stored for these rows, since it is not numbers."""
 
 
 class Decodes(Protocol):

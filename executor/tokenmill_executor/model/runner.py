@@ -16,13 +16,13 @@ from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, is_
 from tokenmill_executor.model.host_memory import TorchHostMemory
 from tokenmill_executor.model.port import Decodes, Model
 from tokenmill_executor.runner import Batch, DeviceLost, HostMemory, RunnerDescription, StepOutput
-from tokenmill_executor.sampling import Sampler, SamplingKernels, only_draws
+from tokenmill_executor.sampling import MakeDraws, Sampler, SamplingKernels, TorchDraws, only_draws
 
 
 class TorchRunner:
     """`measure_memory` gives the bytes for the KV cache; it may run the model, so it is called before `allocate`.
 
-    `decodes` takes several steps where it can; without it each comes back to the engine.
+    `decodes` takes several steps where it can; without it each comes back to the engine. `make_draws` is the sampler's, see there.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class TorchRunner:
         measure_memory: Callable[[], int],
         sampling_kernels: SamplingKernels | None = None,
         decodes: Decodes | None = None,
+        make_draws: MakeDraws = TorchDraws,
     ) -> None:
         self.description = description
         self._model = model
-        self._sampler = Sampler(description.eos_token_ids, sampling_kernels)
+        self._sampler = Sampler(description.eos_token_ids, sampling_kernels, make_draws)
         self._decodes = decodes
         self._tokenizer = dict(tokenizer)
         self._device = device

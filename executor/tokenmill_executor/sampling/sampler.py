@@ -14,6 +14,7 @@ import torch
 from tokenmill_executor.runner import SamplingInput, StepOutput
 from tokenmill_executor.sampling import tensors
 from tokenmill_executor.sampling.choices import is_plain
+from tokenmill_executor.sampling.draws import MakeDraws, TorchDraws
 from tokenmill_executor.sampling.edits import edits_logits
 from tokenmill_executor.sampling.kernels import SamplingKernels
 
@@ -22,10 +23,16 @@ ALL_MASKED = "no token is left to sample: min_tokens and stop_token_ids rule out
 
 
 class Sampler:
-    """`eos_token_ids` are what min_tokens masks beside a sequence's stop tokens; `kernels` choose from logits on a CPU."""
+    """`eos_token_ids` are what min_tokens masks beside a sequence's stop tokens; `kernels` choose from logits on a CPU.
 
-    def __init__(self, eos_token_ids: tuple[int, ...], kernels: SamplingKernels | None = None) -> None:
+    `make_draws` is for where torch chooses.
+    """
+
+    def __init__(
+        self, eos_token_ids: tuple[int, ...], kernels: SamplingKernels | None = None, make_draws: MakeDraws = TorchDraws
+    ) -> None:
         self._eos_token_ids = eos_token_ids
+        self._make_draws = make_draws
         self._kernels = kernels
 
     def sample(self, logits: torch.Tensor, samples: Sequence[SamplingInput]) -> StepOutput:
@@ -33,7 +40,7 @@ class Sampler:
         if not samples:
             return StepOutput([])
         if self._kernels is None or logits.device.type != "cpu":
-            choices = tensors.choose(logits, samples, self._eos_token_ids)
+            choices = tensors.choose(logits, samples, self._eos_token_ids, self._make_draws)
         elif all(map(is_plain, samples)):
             choices = self._kernels.choose_largest(logits)
         else:

@@ -17,27 +17,30 @@ from tokenmill_executor.attention.quantization import FP8, INT4, INT8, KvFormat
 from tokenmill_executor.attention.triton_backend import CHUNK, DECODE, Tiling
 from tokenmill_executor.attention.triton_kernels import attend_kernel, join_splits_kernel, quantize_kv_kernel, write_kv_kernel
 from tokenmill_executor.model.triton_ops import rms_norm_kernel, rotate_kernel, silu_mul_kernel
+from tokenmill_executor.sampling.triton_draws import BLOCK, NUM_WARPS, draw_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INTEGERS = dict.fromkeys(("block_tables", "query_starts", "context_lens", "tile_sequences", "tile_firsts", "slots"), "*i32")
 WIDE = dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32")
-NUMBERS = {"scale": "fp32", "eps": "fp32", **dict.fromkeys(("table_stride", "size"), "i32")}
+ROWS = {"tokens": "*i64", "greedy": "*i64", "maxima": "*fp32", "logits": "*fp32", "wishes": "*fp64", "uniform": "*fp64"}
+NUMBERS = {"scale": "fp32", "eps": "fp32", **dict.fromkeys(("table_stride", "size", "logits_stride"), "i32")}
 NUMBERS |= dict.fromkeys(("query_stride", "key_stride", "value_stride", "row_stride"), "i32")
+UNALIGNED = ("scale", "eps", "table_stride", "logits_stride", "maxima", "uniform")
 CODES = {"int8": (INT8, "*i8"), "int4": (INT4, "*u8"), "fp8": (FP8, "*fp8e4nv")}
 SCALES = ("key_scales", "value_scales")
 HEADS: dict[str, Any] = {"HEAD_DIM": 128, "HEAD_PADDED": 128}
 
 
 def compile_kernel(name: str, kernel: Any, constants: Mapping[str, Any], codes: str = "*bf16", **options: int) -> None:
-    types = {**INTEGERS, **WIDE, **NUMBERS, "keys": codes, "values": codes, **dict.fromkeys(SCALES, "*fp32")}
+    types = {**INTEGERS, **WIDE, **ROWS, **NUMBERS, "keys": codes, "values": codes, **dict.fromkeys(SCALES, "*fp32")}
     signature = {argument: "constexpr" if argument in constants else types.get(argument, "*bf16") for argument in kernel.arg_names}
     # As at run time: pointers and strides are multiples of 16, but for those that are said not to be.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(kernel.arg_names)
-        if argument not in (*constants, *INTEGERS, "scale", "eps", "table_stride")
+        if argument not in (*constants, *INTEGERS, *UNALIGNED)
     }
     compiled = triton.compile(ASTSource(kernel, signature, dict(constants), aligned), target=HOPPER, options=options)
     code = compiled.asm["ptx"]
@@ -88,6 +91,7 @@ def main() -> None:
     compile_kernel("norm", rms_norm_kernel, {"HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "ADD": True}, num_warps=8)
     compile_kernel("rotate", rotate_kernel, {"NUM_HEADS": 32, "HALF": 64, "HALF_PADDED": 64}, num_warps=1)
     compile_kernel("silu", silu_mul_kernel, {"BLOCK": 1024})
+    compile_kernel("draw", draw_kernel, {"VOCAB_SIZE": 128_256, "BLOCK": BLOCK}, num_warps=NUM_WARPS)
 
 
 if __name__ == "__main__":
