@@ -42,8 +42,8 @@ from tokenmill_scheduler.reads import RETRY_DELAY_S
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.retention import prune_for_ever
 from tokenmill_scheduler.servicers.admin import AdminServicer
-from tokenmill_scheduler.servicers.errors import SUBMIT_REFUSALS
 from tokenmill_scheduler.servicers.inference import InferenceServicer
+from tokenmill_scheduler.servicers.statuses import SUBMIT_REFUSALS
 from tokenmill_scheduler.session import SessionLimits
 from tokenmill_scheduler.settings import Settings
 

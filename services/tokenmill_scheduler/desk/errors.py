@@ -1,4 +1,4 @@
-"""What a desk raises; `servicers/errors.py` maps each to a gRPC status. Must not know: gRPC."""
+"""What a desk raises; `servicers/statuses.py` maps each to a gRPC status. Must not know: gRPC."""
 
 from __future__ import annotations
 

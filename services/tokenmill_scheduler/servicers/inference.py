@@ -27,11 +27,11 @@ from tokenmill_scheduler.intake.fields import read_next_indexes, read_reason, re
 from tokenmill_scheduler.servicers import convert
 from tokenmill_scheduler.servicers.auth import check_visible, claim
 from tokenmill_scheduler.servicers.choices import R, stream_best, stream_choices, stream_one
-from tokenmill_scheduler.servicers.errors import reason_of, told_of
 from tokenmill_scheduler.servicers.events import EventWriter, wants_text, wants_token_ids
 from tokenmill_scheduler.servicers.multiplex import CallEvent, Multiplexed
 from tokenmill_scheduler.servicers.sizes import check_size
 from tokenmill_scheduler.servicers.snapshots import Snapshots
+from tokenmill_scheduler.servicers.statuses import reason_of, told_of
 from tokenmill_scheduler.text.stream import TextStream
 
 # Detokenising this many tokens takes about a millisecond; more goes to a thread.

@@ -18,7 +18,8 @@ from tokenmill_scheduler.core.request import Request
 from tokenmill_scheduler.desk import errors
 from tokenmill_scheduler.desk.records import Submitted
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
-from tokenmill_scheduler.servicers.errors import ErrorInterceptor, status_of
+from tokenmill_scheduler.servicers.errors import ErrorInterceptor
+from tokenmill_scheduler.servicers.statuses import status_of
 
 from tests.unit.servicers.calls import detail, details, events, refusal, spec, violations
 from tests.unit.servicers.conftest import Served

@@ -18,9 +18,10 @@ from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.intake import Intake, InvalidArgument
 from tokenmill_scheduler.servicers.auth import AuthInterceptor
-from tokenmill_scheduler.servicers.errors import ErrorInterceptor, told_of
+from tokenmill_scheduler.servicers.errors import ErrorInterceptor
 from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.servicers.multiplex import Multiplexed, Outbox
+from tokenmill_scheduler.servicers.statuses import told_of
 from tokenmill_scheduler.tenants import TenantLimits
 
 from tests.fakes.desk import FakeDesk
