@@ -26,6 +26,7 @@ class Proxy:
         self._flows = asyncio.Event()
         self._flows.set()
         self._connections: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -35,6 +36,7 @@ class Proxy:
 
     async def close(self) -> None:
         assert self._server is not None
+        self._closed = True
         self._server.close()
         self.reset()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -52,27 +54,28 @@ class Proxy:
         self._flows.set()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:  # One that was on its way.
+            _break_off(writer)
+            return
         task = asyncio.create_task(self._carry(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+        # Not in the task, which may be cancelled before it has begun.
+        task.add_done_callback(lambda _: _break_off(writer))
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers = [writer]
         try:
             await self._flows.wait()
             up_reader, up_writer = await asyncio.open_unix_connection(self._upstream())
-            writers.append(up_writer)
             pumps = [asyncio.create_task(self._pump(reader, up_writer)), asyncio.create_task(self._pump(up_reader, writer))]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for pump in pumps:
                     pump.cancel()
+                _break_off(up_writer)
         except OSError:
             pass  # The service is not there.
-        finally:
-            for end in writers:
-                _break_off(end)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

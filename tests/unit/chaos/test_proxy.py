@@ -87,3 +87,24 @@ async def test_a_service_that_is_away_breaks_the_connection(proxy: Proxy) -> Non
         await reader.read(1)
     writer.transport.abort()
     await away.close()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_connection_is_broken_that_is_taken_as_it_is_reset_or_closed(closes: bool) -> None:
+    """Its task is cancelled before it has begun, or comes too late to be cancelled."""
+
+    class Hurried(Proxy):
+        def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._closed = closes
+            super()._accept(reader, writer)
+            if not closes:
+                self.reset()
+
+    proxy = Hurried(lambda: "")
+    await proxy.start()
+    reader, writer = await connect(proxy)
+    with pytest.raises(ConnectionResetError):
+        async with asyncio.timeout(5):
+            await reader.read(1)
+    writer.transport.abort()
+    await proxy.close()
