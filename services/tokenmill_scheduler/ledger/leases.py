@@ -28,6 +28,7 @@ _NOW_S: dict[str, ColumnElement[float]] = {
 }
 _GIVEN_UP_S = 0.0
 _HOLD = select(leases.c.number).where(leases.c.number == bindparam("lease")).with_for_update(read=True, key_share=True)
+# There a transaction has the whole database to itself, and this runs with every commit: see `driver`.
 _HOLD_SQLITE = "SELECT 1 FROM leases WHERE number = ?"
 
 
