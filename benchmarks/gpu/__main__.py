@@ -87,6 +87,7 @@ def main() -> int:
     report = begin(arguments, device)
     report.part("attention", lambda: correctness.attention(scale, device))
     report.part("small model", lambda: correctness.small_model(scale, device))
+    report.part("several steps", lambda: correctness.several_steps(scale, device))
     if arguments.model:
         report.part("checkpoint", lambda: correctness.checkpoint(arguments.model, scale, device))
     report.part("speed", lambda: speed(report, device, arguments.tiny))

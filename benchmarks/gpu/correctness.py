@@ -9,11 +9,15 @@ import torch
 from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch, CacheShape
 from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.attention.triton_backend import TritonAttention
+from tokenmill_executor.engine import Engine
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.decoder import Decoder
-from tokenmill_executor.model.port import Model
+from tokenmill_executor.model.port import DecodeModel, Model
+from tokenmill_executor.model.runner import TorchRunner
+from tokenmill_executor.records import Admission, Plan
+from tokenmill_executor.runner import SamplingParams
 
-from benchmarks.gpu.shapes import RandomTensors, Scale, graphed_decoder
+from benchmarks.gpu.shapes import RandomTensors, Scale, graphed_decoder, make_runner
 from benchmarks.gpu.table import Table
 from tests.fakes.batches import Blocks, Track
 
@@ -25,6 +29,12 @@ HEADS = ((32, 8, 128, (None, 100)), (9, 3, 64, (None,)), (8, 1, 80, (33,)))
 ATTENTION_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 # A number in a few thousands may get the code beside the reference's.
 CACHE_BOUNDS = {"auto": 0.0, "int8": 5e-3, "int4": 5e-2, "fp8": 3e-2}
+# Of sequences that decode together.
+_SAMPLED = (
+    SamplingParams(1 << 16, seed=1, temperature=0.0, ignore_eos=True),
+    SamplingParams(1 << 16, seed=2, temperature=0.9, top_p=0.9, ignore_eos=True),
+    SamplingParams(1 << 16, seed=3, temperature=1.2, top_k=20, min_p=0.02, ignore_eos=True),
+)
 # Least agreement of logits with the CPU's in float32, as a cosine.
 LOGIT_BOUNDS = {torch.float32: 0.99999, torch.bfloat16: 0.99}
 
@@ -126,13 +136,40 @@ def _compare(
 
 def _ways(
     config: ModelConfig, tensors: Mapping[str, torch.Tensor], device: torch.device, max_num_seqs: int
-) -> dict[str, Callable[[torch.dtype], Model]]:
-    ways: dict[str, Callable[[torch.dtype], Model]] = {
+) -> dict[str, Callable[[torch.dtype], DecodeModel]]:
+    ways: dict[str, Callable[[torch.dtype], DecodeModel]] = {
         "Triton and graphs": lambda dtype: graphed_decoder(config, tensors, dtype, device, max_num_seqs)
     }
     if device.type == "cuda":
         ways["torch"] = lambda dtype: Decoder(config, tensors, dtype, device, config.max_model_len)
     return ways
+
+
+def several_steps(scale: Scale, device: torch.device) -> Table:
+    """Greedy and seeded tokens of plans of several steps, beside those of single steps on the same device."""
+    table = Table("Several steps in one plan are single steps", ("way", "type", "tokens", "alike", "right"))
+    config = scale.small
+    for name, make in _ways(config, RandomTensors(config, torch.float32, CPU), device, len(_SAMPLED)).items():
+        for dtype in scale.dtypes:
+            single, several = (_sampled(make_runner(make(dtype), dtype, device, mode), scale) for mode in (False, True))
+            alike = sum(one == other for one, other in zip(single, several, strict=True))
+            table.rows.append((name, _name(dtype), len(single), alike, alike == len(single)))
+            table.wrong |= alike < len(single)
+    return table
+
+
+def _sampled(runner: TorchRunner, scale: Scale) -> list[int]:
+    """Of sequences with short prompts that come to a second block."""
+    engine = Engine(runner, NUM_BLOCKS, BLOCK_SIZE, len(_SAMPLED))
+    admissions = [
+        Admission(row, [(7 * place + row) % 190 + 3 for place in range(14 + row)], 14 + row, params)
+        for row, params in enumerate(_SAMPLED, 1)
+    ]
+    ids, steps = [admission.sequence_id for admission in admissions], scale.plan_steps
+    first = engine.carry_out(Plan(0, 1, (), admissions, ids, [64] * len(ids)))
+    result = engine.carry_out(Plan(0, 2, (), (), ids, [steps] * len(ids), steps))
+    assert not (*first.faults, *result.faults)
+    return list(result.token_ids)
 
 
 @torch.inference_mode()

@@ -12,9 +12,12 @@ from tokenmill_executor.attention.backend import CacheShape
 from tokenmill_executor.attention.triton_backend import TritonAttention
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.model.config import ModelConfig, RopeConfig
-from tokenmill_executor.model.cuda import cuda_capture
+from tokenmill_executor.model.cuda import cuda_capture, cuda_decodes, cuda_draws
+from tokenmill_executor.model.cuda_decodes import CudaDecodes
 from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.device import HostClock, HostDownload
 from tokenmill_executor.model.graphs import Capture, GraphedDecoder, Replay
+from tokenmill_executor.model.port import DecodeModel, Decodes
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.triton_ops import TritonOps
 from tokenmill_executor.runner import RunnerDescription
@@ -58,7 +61,10 @@ TINY = replace(SMALL, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large everything is. `dtypes` are those compared for being right; the speed is that of the last."""
+    """How large everything is. `dtypes` are those compared for being right; the speed is that of the last.
+
+    `plan_steps`: of a plan that only decodes, as the service sends them.
+    """
 
     config: ModelConfig
     small: ModelConfig
@@ -67,6 +73,7 @@ class Scale:
     profiled_batches: tuple[int, ...]
     context: int
     decode_steps: int
+    plan_steps: int
     prompt: int
     chunks: tuple[int, ...]
     repeats: int
@@ -84,7 +91,8 @@ FULL = Scale(
     decode_batches=(1, 16, 64, 256),
     profiled_batches=(1, 64),
     context=512,
-    decode_steps=32,
+    decode_steps=64,
+    plan_steps=16,
     prompt=8192,
     chunks=(2048, 8192),
     repeats=3,
@@ -101,7 +109,8 @@ SMOKE = Scale(
     decode_batches=(1, 2),
     profiled_batches=(2,),
     context=12,
-    decode_steps=3,
+    decode_steps=2,
+    plan_steps=2,
     prompt=40,
     chunks=(20, 40),
     repeats=1,
@@ -197,13 +206,25 @@ class Executor:
     device: torch.device
 
 
+def make_runner(model: DecodeModel, dtype: torch.dtype, device: torch.device, several_steps: bool = True) -> TorchRunner:
+    """As `load_runner` makes it for CUDA; with one step at a time, each comes back to the engine."""
+    config, draws = model.config, cuda_draws("auto")
+    name, length = str(dtype).removeprefix("torch."), config.max_model_len
+    description = RunnerDescription(
+        "random", config.vocab_size, length, config.eos_token_ids, str(device), name, model.block_groups
+    )
+    decodes: Decodes | None = None
+    if several_steps and device.type == "cuda":
+        decodes = cuda_decodes(model, draws, device)
+    elif several_steps:
+        decodes = CudaDecodes(model, draws, device, HostClock(), HostDownload)
+    return TorchRunner(model, description, {}, device, lambda: 0, None, decodes, draws)
+
+
 def make_executor(scale: Scale, dtype: torch.dtype, device: torch.device) -> Executor:
     config = scale.config
     model = graphed_decoder(config, RandomTensors(config, dtype, device), dtype, device, scale.max_num_seqs)
-    length = config.max_model_len
-    groups = model.block_groups
-    description = RunnerDescription("random", config.vocab_size, length, config.eos_token_ids, str(device), str(dtype), groups)
     tokens = max(scale.max_num_seqs * (scale.context + 2 * scale.decode_steps), scale.requests * (scale.context + scale.output))
-    runner = TorchRunner(model, description, {}, device, lambda: 0)
-    num_blocks = 2 * len(groups) * -(-max(tokens, scale.prompt) // BLOCK_SIZE)
-    return Executor(Engine(runner, num_blocks, BLOCK_SIZE, scale.max_num_seqs), model, num_blocks, dtype, device)
+    num_blocks = 2 * len(model.block_groups) * -(-max(tokens, scale.prompt) // BLOCK_SIZE)
+    engine = Engine(make_runner(model, dtype, device), num_blocks, BLOCK_SIZE, scale.max_num_seqs)
+    return Executor(engine, model, num_blocks, dtype, device)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from tokenmill_executor.engine import Engine
@@ -44,9 +45,9 @@ class Driver:
         params = SamplingParams(max_tokens=output, seed=0, temperature=0.0, ignore_eos=True)
         return Admission(self.sequence_id, tokens, prompt, params)
 
-    def step(self, advance: Sequence[int], most: int, admit: Sequence[Admission] = ()) -> Result:
+    def step(self, advance: Sequence[int], most: int, admit: Sequence[Admission] = (), max_steps: int = 1) -> Result:
         self.plan_id += 1
-        result = self.engine.carry_out(Plan(0, self.plan_id, (), admit, advance, [most] * len(advance)))
+        result = self.engine.carry_out(Plan(0, self.plan_id, (), admit, advance, [most] * len(advance), max_steps))
         assert not result.faults, result.faults
         return result
 
@@ -90,34 +91,56 @@ def wait(device: torch.device) -> None:
 
 def decode(scale: Scale, executor: Executor, bounds: Bounds) -> Table:
     """Steps of one token for each sequence, through the engine; and what the device needs for them when it never waits."""
+    together, alone = f"in plans of {scale.plan_steps}", "in plans of one"
     table = Table(
         f"Decode, {scale.context} tokens of context each",
-        ("sequences", "ms a step", "device ms", "bound ms", "step's share of the bound", "device's share", "gap", "tokens/s"),
+        (
+            "sequences",
+            "steps",
+            "ms a step",
+            "device ms",
+            "bound ms",
+            "step's share of the bound",
+            "device's share",
+            "gap",
+            "tokens/s",
+        ),
         note="Medians. Bound: weights and KV over the copy rate. Device: forward passes without a pause between them. "
-        "Gap: the part of a step in which no forward pass runs.",
+        "Gap: the part of a step in which no forward pass runs. Of the steps of one plan the next is launched before the host has "
+        "seen the tokens of the one that runs; the last one of a plan is waited for.",
     )
     for batch in scale.decode_batches:
-        walls = _decode_times(scale, executor.engine, batch)
-        wall_s, device_s = statistics.median(walls), _device_s(scale, executor, batch)
+        device_s = _device_s(scale, executor, batch)
         weights = product_weights(scale.config) * executor.dtype.itemsize
         bound_s = (weights + batch * scale.context * kv_bytes(scale.config, executor.dtype)) / bounds.copy_rate
-        gap = max(0.0, 1 - device_s / wall_s)
-        shares = (bound_s / wall_s, bound_s / device_s)
-        table.rows.append((batch, 1e3 * wall_s, 1e3 * device_s, 1e3 * bound_s, *shares, gap, batch / wall_s))
-        table.raw[f"seconds a step, {batch}"] = walls
+        for name, walls in zip((together, alone), _decode_times(scale, executor.engine, batch), strict=True):
+            wall_s = statistics.median(walls)
+            gap = max(0.0, 1 - device_s / wall_s)
+            shares = (bound_s / wall_s, bound_s / device_s)
+            table.rows.append((batch, name, 1e3 * wall_s, 1e3 * device_s, 1e3 * bound_s, *shares, gap, batch / wall_s))
+            table.raw[f"seconds a step, {batch}, {name}"] = walls
     return table
 
 
-def _decode_times(scale: Scale, engine: Engine, batch: int) -> list[float]:
+def _decode_times(scale: Scale, engine: Engine, batch: int) -> tuple[list[float], list[float]]:
+    """Seconds a step in plans of several steps, and in plans of one: in turn, so that both have contexts alike."""
     driver = Driver(engine)
     sequences = fill(driver, scale, batch)
-    walls = []
-    for _ in range(scale.decode_steps):
-        started_s = time.perf_counter()
-        driver.step(sequences, 1)
-        walls.append(time.perf_counter() - started_s)
+    together: list[float] = []
+    alone: list[float] = []
+    for _ in range(scale.decode_steps // scale.plan_steps):
+        together.append(_plan_s(driver, sequences, scale.plan_steps) / scale.plan_steps)
+        alone += [_plan_s(driver, sequences, 1) for _ in range(scale.plan_steps)]
     driver.release_all()
-    return walls
+    return together, alone
+
+
+def _plan_s(driver: Driver, sequences: Sequence[int], steps: int) -> float:
+    started_s = time.perf_counter()
+    result = driver.step(sequences, steps, max_steps=steps)
+    taken_s = time.perf_counter() - started_s
+    assert result.num_steps == steps, "a plan of decodes was cut short"
+    return taken_s
 
 
 @torch.inference_mode()
@@ -138,16 +161,15 @@ def _device_s(scale: Scale, executor: Executor, batch: int) -> float:
 
 
 def fill(driver: Driver, scale: Scale, batch: int) -> list[int]:
-    """Prefills so many sequences, whose contexts are `scale.context` on average over the steps to come; two of them are past."""
-    prompt = scale.context - scale.decode_steps // 2
+    """Prefills so many sequences, and two steps. Contexts are `scale.context` on average over the twice `decode_steps` to come."""
+    prompt = scale.context - scale.decode_steps
     admissions = [driver.admission(prompt, 4 * scale.decode_steps, scale.config.vocab_size) for _ in range(batch)]
     together = max(1, TOKEN_BUDGET // prompt)
     for start in range(0, batch, together):
         part = admissions[start : start + together]
         driver.step([admission.sequence_id for admission in part], prompt, part)
     sequences = [admission.sequence_id for admission in admissions]
-    for _ in range(2):
-        driver.step(sequences, 1)
+    driver.step(sequences, 2, max_steps=2)
     return sequences
 
 
@@ -182,7 +204,10 @@ def _prefill_s(scale: Scale, engine: Engine, chunk: int) -> float:
 
 
 def burst(scale: Scale, executor: Executor) -> Table:
-    """Requests all there at once: chunks within the token budget, beside the decodes of those that are through."""
+    """Requests all there at once: chunks within the token budget, beside the decodes of those that are through.
+
+    Then plans that only decode, of several steps.
+    """
     driver = Driver(executor.engine)
     waiting = [driver.admission(scale.context, scale.output, scale.config.vocab_size) for _ in range(scale.requests)]
     running: list[int] = []
@@ -191,7 +216,7 @@ def burst(scale: Scale, executor: Executor) -> Table:
         room = max(1, (TOKEN_BUDGET - len(running)) // scale.context)
         admitted, waiting = waiting[:room], waiting[room:]
         sequences = [*running, *(admission.sequence_id for admission in admitted)]
-        result = driver.step(sequences, scale.context, admitted)
+        result = driver.step(sequences, scale.context, admitted, 1 if admitted else scale.plan_steps)
         running = [sequence for sequence, finish in zip(sequences, result.finishes, strict=True) if not finish]
     rate = scale.requests * scale.output / (time.perf_counter() - started_s)
     table = Table(f"{scale.requests} requests at once, {scale.context} in, {scale.output} out", ("what", "output tokens/s"))
@@ -200,9 +225,10 @@ def burst(scale: Scale, executor: Executor) -> Table:
 
 
 def profile_decode(scale: Scale, executor: Executor, batch: int) -> Table:
-    driver = Driver(executor.engine)
+    driver, steps = Driver(executor.engine), scale.plan_steps
     sequences = fill(driver, scale, batch)
-    table = _profile(f"Kernels of a decode step of {batch}", scale, executor, lambda: driver.step(sequences, 1))
+    plan = partial(driver.step, sequences, steps, max_steps=steps)
+    table = _profile(f"Kernels of a decode step of {batch}", scale, executor, plan, steps)
     driver.release_all()
     return table
 
@@ -212,17 +238,17 @@ def profile_prefill(scale: Scale, executor: Executor) -> Table:
     return _profile(f"Kernels of a prefill of {chunk}", scale, executor, lambda: _prefill_s(scale, executor.engine, chunk))
 
 
-def _profile(title: str, scale: Scale, executor: Executor, step: Callable[[], object]) -> Table:
-    """Where the device's time goes."""
+def _profile(title: str, scale: Scale, executor: Executor, plan: Callable[[], object], steps: int = 1) -> Table:
+    """Where the device's time goes in plans of so many steps."""
     from torch.profiler import ProfilerActivity, profile
 
     device = executor.device
     with profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as profiled:
         for _ in range(scale.repeats):
-            step()
+            plan()
     table = Table(title, ("kernel", "calls", "µs a step"), note="The twelve that take longest.")
-    entries = profiled.key_averages()
-    spent = {entry.key: (entry.count / scale.repeats, _device_us(entry, device) / scale.repeats) for entry in entries}
+    entries, taken = profiled.key_averages(), steps * scale.repeats
+    spent = {entry.key: (entry.count / taken, _device_us(entry, device) / taken) for entry in entries}
     ordered = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
     table.rows = [(name[:90].replace("|", "/"), calls, microseconds) for name, (calls, microseconds) in ordered]
     return table
