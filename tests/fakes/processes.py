@@ -60,7 +60,8 @@ class ServiceProcess:
     @property
     def metrics_address(self) -> str:
         """Where it tells of itself, if it was started with METRICS: it said so in its log before it listened."""
-        return re.findall(r"metrics served.* address=(\S+)", self.log.read_text())[-1]
+        addresses: list[str] = re.findall(r"metrics served.* address=(\S+)", self.log.read_text())
+        return addresses[-1]
 
     def kill(self) -> None:
         """SIGKILL: it has no time for last words."""
