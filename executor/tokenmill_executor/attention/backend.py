@@ -97,6 +97,11 @@ class PagedBackend:
         """[num_blocks, ...] each."""
         return [tensor for heads in (*self._keys, *self._values) for tensor in heads.storage()]
 
+    def erase(self, slots: torch.Tensor) -> None:
+        """See `AttentionBackend.erase`."""
+        for heads in (*self._keys, *self._values):
+            heads.erase(slots)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -138,7 +143,7 @@ class AttentionBackend(Protocol):
         """The tensors of the cache, [num_blocks, ...] each and contiguous: all that a block holds is in its rows."""
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Does what all layers of this step share."""
+        """Does what all layers of this step share. The step before may still run, those before that one are over."""
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores K and V, each [T, num_kv_heads, head_dim], of the step's tokens."""
@@ -146,8 +151,8 @@ class AttentionBackend(Protocol):
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """[T, num_heads, head_dim] → the same shape. A token sees its sequence up to itself, or the layer's window of that."""
 
-    def erase(self, rows: torch.Tensor) -> None:
-        """Zeroes the K and V that this step stored for these rows of the flat batch, [n] int64: they are not numbers.
+    def erase(self, slots: torch.Tensor) -> None:
+        """Zeroes K and V in these slots of all groups, [n] int64: they are not numbers.
 
         Else they would poison whoever gets their block next, since a masked key's weight of zero times NaN is NaN.
         """

@@ -9,8 +9,6 @@ Must not know: weights, sampling.
 
 from __future__ import annotations
 
-from typing import Any
-
 import flashinfer
 import numpy as np
 import torch
@@ -33,21 +31,26 @@ def why_not(shape: CacheShape) -> str | None:
 
 
 class FlashInferAttention(PagedBackend):
-    """K and V of each place in a group, as its layout "NHD"; one plan of a step for each group of layers."""
+    """K and V of each place in a group, as its layout "NHD"; one plan of a step for each group of layers.
+
+    Two sets of wrappers take turns: a plan is copied from pinned memory of its wrapper, and when the next one is made that copy may
+    still wait for the step ahead of it.
+    """
 
     def __init__(self, shape: CacheShape) -> None:
         super().__init__(shape)
         self._layout = shape.layout
         self._slots = torch.empty((0, 0), dtype=torch.int64)
-        self._planned: list[Any] = [self._wrapper() for _ in self._layout.groups]
-
-    def _wrapper(self) -> Any:
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._shape.device)
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        # What a step leaves there nobody reads.
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
+        self._planned, self._next = (
+            [flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in self._layout.groups] for _ in range(2)
+        )
 
     def prepare(self, batch: AttentionBatch) -> None:
         shape, size = self._shape, self._block_size
         self._slots = batch.slots_on_device
+        self._planned, self._next = self._next, self._planned
         counts = -(-batch.context_lens // size)
         for group, tables, wrapper in zip(self._layout.groups, batch.block_tables, self._planned, strict=True):
             wrapper.plan(
@@ -81,8 +84,3 @@ class FlashInferAttention(PagedBackend):
         group, place = self._layout.places[layer]
         out: torch.Tensor = self._planned[group].run(query, (self._keys[place].codes, self._values[place].codes))
         return out
-
-    def erase(self, rows: torch.Tensor) -> None:
-        slots = self._slots[:, rows].flatten()
-        for heads in (*self._keys, *self._values):
-            heads.erase(slots)

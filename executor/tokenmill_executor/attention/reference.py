@@ -82,11 +82,6 @@ class ReferenceAttention(PagedBackend):
         self._keys[place].write(self._slots[group], key)
         self._values[place].write(self._slots[group], value)
 
-    def erase(self, rows: torch.Tensor) -> None:
-        slots = self._slots[:, rows].flatten()
-        for heads in (*self._keys, *self._values):
-            heads.erase(slots)
-
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         if len(self._pieces) == 1 and len(self._pieces[0].sequences) == 1:
             return self._attend(layer, query, self._pieces[0])  # one sequence: its rows are the batch

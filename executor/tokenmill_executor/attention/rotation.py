@@ -53,8 +53,8 @@ class RotatedAttention:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         return self._inner.attend(layer, query @ self._turn) @ self._turn
 
-    def erase(self, rows: torch.Tensor) -> None:
-        self._inner.erase(rows)
+    def erase(self, slots: torch.Tensor) -> None:
+        self._inner.erase(slots)
 
 
 class RotatedDecodeAttention(RotatedAttention):

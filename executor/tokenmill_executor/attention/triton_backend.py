@@ -154,11 +154,6 @@ class TritonAttention(PagedBackend):
             self._attend(layer, query, out, launch)
         return out
 
-    def erase(self, rows: torch.Tensor) -> None:
-        slots = self._ready().slots[:, rows].flatten()
-        for heads in (*self._keys, *self._values):
-            heads.erase(slots)
-
     def _attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, launch: _Launch) -> None:
         shape, step, tiling = self._shape, self._ready(), launch.tiling
         splits = launch.splits

@@ -20,7 +20,7 @@ from tokenmill_executor.model.linear import Linear, LinearMaker, make_linear
 from tokenmill_executor.model.ops import Ops, TorchOps
 from tokenmill_executor.model.rope import rotary_tables
 from tokenmill_executor.runner import Batch, BlockGroup, Int32Array
-from tokenmill_executor.upload import integers, upload
+from tokenmill_executor.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,8 @@ class Decoder:
         return self.logits(normed)
 
     def erase(self, batch: Batch, rows: Sequence[int]) -> None:
-        """See `model.port.DecodeModel`."""
-        self._attention.prepare(AttentionBatch.of(batch, self.device))
-        self._attention.erase(integers(rows, self.device))
+        """See `model.port.DecodeModel`. Any rows of any flat batch."""
+        self._attention.erase(self._indices(batch.slots[:, rows].ravel()))
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T] and [T] → the last layer's output and its norm, [T, hidden_size] each. The attention backend has been prepared.
@@ -153,9 +152,9 @@ class Decoder:
 
     def _contain(self, batch: Batch, poisoned: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Some tokens of the batch, [T] bool, are not numbers: keeps that from the cache and reports their sequences."""
-        rows = poisoned.nonzero().squeeze(1)
-        self._attention.erase(rows)
-        sequences = np.unique(np.searchsorted(batch.query_starts, rows.cpu().numpy(), side="right") - 1)
+        rows = poisoned.nonzero().squeeze(1).tolist()
+        self.erase(batch, rows)
+        sequences = np.unique(np.searchsorted(batch.query_starts, rows, side="right") - 1)
         silent = np.setdiff1d(sequences, batch.sample_rows)
         if len(silent):
             raise ArithmeticError(f"the hidden states of {len(silent)} sequences in mid-prompt are not numbers")
