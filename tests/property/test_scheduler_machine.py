@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fair_share=st.booleans(),
         admission=st.sampled_from(ADMISSION_MODES),
         max_steps=st.integers(1, 5),
+        least_shared=st.sampled_from([1, 3, 128]),
         first=st.lists(SHAPES, min_size=3, max_size=8),
     )
     def start(
@@ -68,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fair_share: bool,
         admission: str,
         max_steps: int,
+        least_shared: int,
         first: list[tuple[int, int, int]],
     ) -> None:
         config = SchedulerConfig(
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ageing_turn,
             fair_share=fair_share,
             admission=admission,
+            least_shared=least_shared,
         )
         shapes = [
             description("x", block_size=2, num_blocks=num_blocks, max_model_len=24, pipeline_depth=depth, caching=caching),

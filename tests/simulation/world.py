@@ -162,6 +162,9 @@ class World:
             n=n,
             best_of=n,
         )
+        return self.submit_request(request)
+
+    def submit_request(self, request: Request) -> str:
         choices = further_choices(request)
         for choice in (request, *choices):
             self.records[choice.request_id] = Record(choice, number=len(self.records))

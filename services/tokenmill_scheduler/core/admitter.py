@@ -22,13 +22,14 @@ from tokenmill_scheduler.core.warden import Warden
 
 
 class Admitter:
-    """`max_overtakes` bounds how often others may pass a request that does not fit."""
+    """`max_overtakes` bounds how often others may pass a request that does not fit; `least_shared` tokens are worth waiting for."""
 
-    def __init__(self, roster: Roster, room: Room, warden: Warden, max_overtakes: int) -> None:
+    def __init__(self, roster: Roster, room: Room, warden: Warden, max_overtakes: int, least_shared: int) -> None:
         self._roster = roster
         self._room = room
         self._warden = warden
         self._max_overtakes = max_overtakes
+        self._least_shared = least_shared
 
     def lineup(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> Lineup:
         """Who may be admitted here, in order; nobody is yet."""
@@ -80,9 +81,28 @@ class Admitter:
         for sequence in sequences if len(sequences) > 1 else ():
             sequence.siblings = sequences
             sequence.may_skip = True
+        self._await_prefix(sequences[0], executor)
+        if sequences[0].lead is not None:
+            # In a later plan: it may be this one in which the blocks are computed.
+            return
         for sequence in [s for s in sequences if not forks.waits(s, executor)]:
             if draft.budget:
                 draft.prefill(sequence, executor)
+
+    def _await_prefix(self, sequence: Sequence, executor: ExecutorState) -> None:
+        """Finds whether a running sequence is about to compute much of what this one begins with; others may find this one."""
+        assert sequence.live is not None
+        block_size, cached = executor.description.block_size, sequence.predicted
+        if sequence.known - cached < self._least_shared:
+            return
+        count, start = sequence.known // block_size, cached // block_size
+        hashes = executor.mirror.hashes(sequence.live, count)
+        if not hashes:
+            return
+        found = executor.coming.find(hashes, start, (sequence.known - 1) // block_size)
+        if found is not None and found[1] * block_size - cached >= self._least_shared:
+            sequence.lead, sequence.shared = found[0], found[1] * block_size
+        executor.coming.add(sequence, hashes[start:count])
 
     def _admit_one(self, live: LiveRequest, blocks: int, executor: ExecutorState, now_s: float) -> Sequence:
         hit = executor.mirror.hit(live)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from tokenmill_scheduler.core.coming import ComingBlocks
 from tokenmill_scheduler.core.forecast import Forecast
 from tokenmill_scheduler.core.mirror import Mirror
 from tokenmill_scheduler.core.plans import Blocks, ExecutorDescription, Plan
@@ -37,6 +38,7 @@ class ExecutorState:
     max_num_batched_tokens: int
     forecast: Forecast = field(init=False)
     mirror: Mirror = field(init=False)
+    coming: ComingBlocks = field(default_factory=ComingBlocks)
     joined: bool = True
     running: dict[int, Sequence] = field(default_factory=dict)
     running_by_lane: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, 0))
@@ -125,6 +127,7 @@ class ExecutorState:
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.sequence_id]
+        self.coming.remove(sequence)
         assert sequence.live is not None
         self.running_by_lane[sequence.live.request.lane] -= 1
         self.leaving[sequence.sequence_id] = sequence
@@ -160,6 +163,7 @@ class ExecutorState:
         self.blocks = Blocks(0, 0, 0)
         self.forecast = self._forecast(0)
         self.mirror.clear()
+        self.coming.clear()
         return sequences
 
 

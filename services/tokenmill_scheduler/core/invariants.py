@@ -108,6 +108,7 @@ def check_sequences(executor: ExecutorState, roster: Roster) -> None:
         assert sequence.live.sequence is sequence
     lanes = [sequence.live.request.lane for sequence in executor.running.values() if sequence.live is not None]
     assert executor.running_by_lane == {lane: lanes.count(lane) for lane in Lane}
+    executor.coming.check(executor.running)
     check_leaving(executor)
 
 

@@ -72,18 +72,20 @@ class Mirror:
     def prepare(self, live: LiveRequest) -> None:
         """Computes the hashes of the prompt, so that no plan has to wait for that."""
         if self._version is not None:
-            self._hashes(live, len(live.request.prompt) // self._block_size)
+            self.hashes(live, len(live.request.prompt) // self._block_size)
 
     def hit(self, live: LiveRequest) -> int:
         """Known tokens of a request that are expected in the cache: whole blocks, and never the last token, which is computed."""
         most = (live.known - 1) // self._block_size
         if self._version is None or not self._stored or most == 0:
             return 0
-        hashes, stored = self._hashes(live, most), self._stored
+        hashes, stored = self.hashes(live, most), self._stored
         return self._block_size * bisect_left(range(most), True, key=lambda place: hashes[place] not in stored)
 
-    def _hashes(self, live: LiveRequest, count: int) -> Sequence[int]:
-        assert self._version is not None
+    def hashes(self, live: LiveRequest, count: int) -> Sequence[int]:
+        """At least the first `count` of a request's known tokens; none without a cache."""
+        if self._version is None:
+            return ()
         way = (self._version, self._block_size)
         if way not in live.hashes:
             live.hashes[way] = BlockHashes(self._version, live.request.cache_salt, self._block_size)

@@ -42,6 +42,7 @@ def apply_result(
     executor.forecast.available = result.blocks.available
     if result.dropped or result.stored:
         executor.mirror.apply(result.dropped, result.stored)
+        executor.coming.arrived(result.stored)
     _Reading(roster, executor, _in_plan_order(out, result), text_stops, max_no_blocks, now_s).read(out)
     quarantine.acquit(executor)
     for sequence_id in executor.settle_leaving(out.plan.release):

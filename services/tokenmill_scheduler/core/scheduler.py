@@ -14,6 +14,7 @@ from tokenmill_scheduler.core import quarantine
 from tokenmill_scheduler.core.admission import admission_named
 from tokenmill_scheduler.core.admitter import Admitter
 from tokenmill_scheduler.core.batching import batching_named
+from tokenmill_scheduler.core.coming import LEAST_SHARED
 from tokenmill_scheduler.core.displacement import Displacement
 from tokenmill_scheduler.core.effects import Effect, PlanIssued
 from tokenmill_scheduler.core.events import (
@@ -92,6 +93,8 @@ class SchedulerConfig:
     # for how many of a request's tokens blocks are booked when it is admitted
     admission: str = "optimistic"
     overload: OverloadConfig = field(default_factory=OverloadConfig)
+    # of a request's first tokens, so many that a running sequence is about to compute are waited for (see `coming.py`)
+    least_shared: int = LEAST_SHARED
 
 
 class Scheduler(Questions):
@@ -105,7 +108,7 @@ class Scheduler(Questions):
         room = Room(roster, admission_named(config.admission, prediction.lengths), config.watermark)
         super().__init__(roster, batching, room, Warden(roster, config.overload))
         self._membership = Membership(roster, config.max_num_seqs, config.max_num_batched_tokens, config.max_executor_losses)
-        admitter = Admitter(roster, room, self._warden, config.max_overtakes)
+        admitter = Admitter(roster, room, self._warden, config.max_overtakes, config.least_shared)
         self._planner = Planner(roster, batching, room, admitter, Displacement(roster, batching, room, admitter))
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:

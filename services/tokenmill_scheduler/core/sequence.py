@@ -37,7 +37,8 @@ class Sequence:
     advance may find tokens that others have computed.
     `admission` makes it known to the executor, in the plan that advances it first; None after that. `siblings` are the sequences of
     one prompt that were admitted together, itself among them: the first that is left computes the prompt, the others wait for that
-    and share its blocks (see `forks.py`).
+    and share its blocks (see `forks.py`). `lead` is another that is to compute this one's first `shared` tokens: it waits for
+    them (see `coming.py`).
     """
 
     sequence_id: int
@@ -61,6 +62,8 @@ class Sequence:
     first: bool = False
     admission: Admission | None = None
     siblings: list[Sequence] = field(default_factory=list)
+    lead: Sequence | None = None
+    shared: int = 0
 
     @property
     def plans_out(self) -> int:
