@@ -88,8 +88,8 @@ def is_truncated(params: SamplingParams) -> bool:
 
 def uniforms_of_steps(samples: Sequence[SamplingInput], steps: int) -> npt.NDArray[np.float64]:
     """[steps, rows]: those of the next token of each sample, then of the ones that follow it."""
-    places = [len(sample.token_ids) + step for step in range(steps) for sample in samples]
-    return uniforms([sample.params.seed for sample in samples] * steps, places).reshape(steps, len(samples))
+    lengths = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
+    return uniforms([sample.params.seed for sample in samples], lengths + np.arange(steps)[:, None])
 
 
 def _truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation:

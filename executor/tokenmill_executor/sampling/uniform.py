@@ -14,8 +14,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BITS = 52
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each pair; multiples of 2^-52, so that times any total it stays below the total."""
+def uniforms(seeds: Sequence[int], positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each pair; multiples of 2^-52, so that times any total it stays below the total.
+
+    Positions may have a dimension more than the seeds, in front.
+    """
     keys = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], dtype=np.uint64)
     counters = np.array(positions, dtype=np.uint64)
     hashed = _mix(_mix(keys + _GOLDEN) + (counters + np.uint64(1)) * _GOLDEN)
