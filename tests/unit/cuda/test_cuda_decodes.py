@@ -301,9 +301,9 @@ def test_logits_that_are_no_numbers_are_told_by_row_and_leave_no_trace(kind: str
 # ---- under the engine ----------------------------------------------------------------------------------------------------------
 
 
-def engine_of(model: DecodeModel, late: bool) -> Engine:
+def engine_of(model: DecodeModel, late: bool, device: FakeDevice | None = None) -> Engine:
     description = RunnerDescription("random", 211, MAX_MODEL_LEN, (2,), "cpu", "float32", model.block_groups)
-    device = FakeDevice()
+    device = device or FakeDevice()
     decodes = CudaDecodes(WatchedModel(model, device), NoWaitDraws, CPU, device, device.fetch) if late else None
     return Engine(TorchRunner(model, description, {}, CPU, lambda: 0, None, decodes), NUM_BLOCKS, BLOCK_SIZE, 8)
 
@@ -347,3 +347,14 @@ def test_under_the_engine_nothing_tells_them_from_single_steps(family: str) -> N
     assert [fault.fault for result in late for fault in result.faults] == [SequenceFault.ERROR] * (family == "llama")
     assert {finish for result in late for finish in result.finishes} == set(SequenceFinish)
     assert late[-1].blocks.held == 0
+
+
+def test_a_sequence_with_penalties_has_each_step_looked_at() -> None:
+    model, device = make_model("reference"), FakeDevice()
+    params = [replace(PARAMS[0], max_tokens=30), replace(PARAMS[1], max_tokens=30, repetition_penalty=1.2)]
+    admissions = [Admission(row, [3, 4, 5 + row], 3, given) for row, given in enumerate(params, 1)]
+    engine = engine_of(model, True, device)
+    assert [result.num_steps for result in carry_out(engine, 2, admissions)] == [1, 9, 9]
+    assert device.log == []
+    engine.carry_out(Plan(7, 4, (2,), (), (1,), (9,), max_steps=9))
+    assert len(device.log) == 18

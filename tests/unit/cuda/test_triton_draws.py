@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenmill_executor.model.cuda import cuda_draws
 from tokenmill_executor.runner import SamplingInput, SamplingParams
 from tokenmill_executor.sampling import TorchDraws
 from tokenmill_executor.sampling.triton_draws import TritonDraws
@@ -68,3 +69,12 @@ def test_rows_that_are_no_numbers_get_some_token_and_spoil_no_other() -> None:
 def test_greedy_rows_alone_need_no_kernel() -> None:
     ((_, tokens),) = drawn(samples_of({"temperature": 0.0}), torch.tensor([[1.0, 3.0, 2.0]]))
     assert tokens == [1]
+
+
+def test_where_all_is_to_be_torch_the_draws_are_too() -> None:
+    samples = samples_of({"top_p": 0.5})
+    assert [type(cuda_draws(backend)(samples, 1, CPU)) for backend in ("auto", "flashinfer", "reference")] == [
+        TritonDraws,
+        TritonDraws,
+        TorchDraws,
+    ]
