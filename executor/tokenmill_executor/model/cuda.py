@@ -74,7 +74,7 @@ def _ops() -> Ops | None:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Graphs share one pool of memory: they are replayed one after another, and their results are read before the next."""
+    """Graphs share one pool of memory: they are replayed one after another, and leave nothing there that is read after the next."""
     pool = torch.cuda.graph_pool_handle()
     # Its own, and one for all: on each stream that it is used on, cuBLAS makes itself a workspace.
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,8 +1,12 @@
 """Decode steps one after another whose tokens the host sees late: a step is launched from what the one before it has sampled on the
 device, and only then does the host look at what that was.
 
+    host      launch 0, launch 1, read 0, launch 2, read 1, launch 3, read 2, …
+    device    ─── step 0 ──────── ─── step 1 ────── ─── step 2 ──────
+
 So the device goes from step to step without a gap, and an end is heeded a step late. Whatever else a step needs the host knows
-beforehand: positions, contexts, slots, the numbers that tokens are drawn with.
+beforehand: positions, contexts, slots, the numbers that tokens are drawn with. All of it is queued on one stream, so what a step
+reads is overwritten behind it and not before.
 
 Must not know: CUDA itself (`StepClock` and `Fetch` do), graphs, attention.
 """

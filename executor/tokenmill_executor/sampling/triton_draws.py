@@ -23,9 +23,9 @@ from tokenmill_executor.sampling.choices import is_greedy
 from tokenmill_executor.sampling.draws import uniforms_of_steps
 from tokenmill_executor.upload import upload
 
-# Rows of the wishes.
+# Rows of the packed parameters.
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(row) for row in range(4))
-_NUM_WISHES = 4
+_NUM_PARAMS = 4
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # A row is looked at some 70 times at most, by one multiprocessor: with many threads, which hide how far away it lies.
 BLOCK, NUM_WARPS = 4096, 16
@@ -35,12 +35,12 @@ class TritonDraws:
     """See `Draws`."""
 
     def __init__(self, samples: Sequence[SamplingInput], steps: int, device: torch.device) -> None:
-        self._wishes: torch.Tensor | None = None
+        self._packed: torch.Tensor | None = None
         if not all(is_greedy(sample.params) for sample in samples):
-            self._wishes = upload(np.concatenate([_wishes(samples), uniforms_of_steps(samples, steps)]), device)
+            self._packed = upload(np.concatenate([_packed_params(samples), uniforms_of_steps(samples, steps)]), device)
 
     def draw(self, step: int, logits: torch.Tensor, maxima: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-        if self._wishes is None:
+        if self._packed is None:
             return greedy
         tokens = torch.empty_like(greedy)
         rows, vocab_size = logits.shape
@@ -49,8 +49,8 @@ class TritonDraws:
             greedy,
             maxima,
             logits,
-            self._wishes,
-            self._wishes[_NUM_WISHES + step],
+            self._packed,
+            self._packed[_NUM_PARAMS + step],
             logits.stride(0),
             VOCAB_SIZE=vocab_size,
             BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
@@ -59,7 +59,7 @@ class TritonDraws:
         return tokens
 
 
-def _wishes(samples: Sequence[SamplingInput]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def _packed_params(samples: Sequence[SamplingInput]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """[4, rows] float64, that hold all of float32 and int32. min_p is the bits of the distance that it stands for."""
     params = [sample.params for sample in samples]
     temperature = np.array([0.0 if is_greedy(param) else param.temperature for param in params], dtype=np.float32)
@@ -77,7 +77,7 @@ def draw_kernel(
     greedy,  # [rows] int64: the token where temperature is 0
     maxima,  # [rows] float32, of the logits
     logits,  # [rows, VOCAB_SIZE] float32
-    wishes,  # [4, rows] float64
+    params,  # [4, rows] float64: see `_packed_params`
     uniform,  # [rows] float64
     logits_stride,
     VOCAB_SIZE: tl.constexpr,
@@ -85,21 +85,21 @@ def draw_kernel(
 ):
     """A program for each row. One that is not all numbers keeps the token it has, which means nothing."""
     index, rows = tl.program_id(0), tl.num_programs(0)
-    temperature = tl.load(wishes + _TEMPERATURE * rows + index).to(tl.float32)
+    temperature = tl.load(params + _TEMPERATURE * rows + index).to(tl.float32)
     token, largest = tl.load(greedy + index), tl.load(maxima + index)
     if (temperature > 0) & (tl.abs(largest) < float("inf")):
         row = logits + index.to(tl.int64) * logits_stride
         scale = _LOG2_E / temperature
-        top_k = tl.load(wishes + _TOP_K * rows + index)
-        top_p = tl.load(wishes + _TOP_P * rows + index)
+        top_k = tl.load(params + _TOP_K * rows + index)
+        top_p = tl.load(params + _TOP_P * rows + index)
         # Bits of the distance at which the last kept token lies. Those of infinity: all are kept.
         farthest = tl.full([], 0x7F800000, tl.int32)
-        if top_k > 0:
+        if (top_k > 0) & (top_k < VOCAB_SIZE):
             farthest = _search(row, largest, scale, farthest, top_k, True, VOCAB_SIZE, BLOCK)
         if top_p < 1:
             wanted = top_p * _sum_within(row, largest, scale, farthest, False, VOCAB_SIZE, BLOCK)
             farthest = _search(row, largest, scale, farthest, wanted, False, VOCAB_SIZE, BLOCK)
-        farthest = tl.minimum(farthest, tl.load(wishes + _MIN_P * rows + index).to(tl.int32))
+        farthest = tl.minimum(farthest, tl.load(params + _MIN_P * rows + index).to(tl.int32))
         target = tl.load(uniform + index) * _sum_within(row, largest, scale, farthest, False, VOCAB_SIZE, BLOCK)
         token = _invert(row, largest, scale, farthest, target, VOCAB_SIZE, BLOCK).to(tl.int64)
     tl.store(tokens + index, token)
