@@ -87,6 +87,7 @@ def main() -> int:
     report = begin(arguments, device)
     report.part("attention", lambda: correctness.attention(scale, device))
     report.part("small model", lambda: correctness.small_model(scale, device))
+    report.part("draws", lambda: correctness.draws(scale, device))
     report.part("several steps", lambda: correctness.several_steps(scale, device))
     if arguments.model:
         report.part("checkpoint", lambda: correctness.checkpoint(arguments.model, scale, device))
@@ -134,7 +135,7 @@ def commit() -> str:
 
 def speed(report: Report, device: torch.device, tiny: bool) -> Table:
     """Several parts on one engine; returns the table of what took how long to start."""
-    from benchmarks.gpu import kernels
+    from benchmarks.gpu import kernels, profiles
     from benchmarks.gpu import speed as parts
     from benchmarks.gpu.shapes import FULL, SMOKE, make_executor
     from benchmarks.gpu.table import Table
@@ -151,9 +152,10 @@ def speed(report: Report, device: torch.device, tiny: bool) -> Table:
     report.part("prefill", lambda: parts.prefill(scale, executor, bounds))
     report.part("burst", lambda: parts.burst(scale, executor))
     for batch in scale.profiled_batches:
-        report.part(f"profile of {batch}", lambda batch=batch: parts.profile_decode(scale, executor, batch))  # type: ignore[misc]
-    report.part("profile of prefill", lambda: parts.profile_prefill(scale, executor))
+        report.part(f"profile of {batch}", lambda batch=batch: profiles.decode(scale, executor, batch))  # type: ignore[misc]
+    report.part("profile of prefill", lambda: profiles.prefill(scale, executor))
     report.part("products", lambda: kernels.products(scale, dtype, device, bounds))
+    report.part("drawing", lambda: kernels.draws(scale, device))
     report.part("caches", lambda: kernels.caches(scale, dtype, device, bounds))
     report.part("tilings", lambda: kernels.tilings(scale, dtype, device, bounds))
     return Table("Start", ("what", "s"), [("weights, cache, kernels and graphs", made_s)])

@@ -11,13 +11,15 @@ from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.attention.triton_backend import TritonAttention
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.cuda import cuda_draws
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.port import DecodeModel, Model
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.records import Admission, Plan
-from tokenmill_executor.runner import SamplingParams
+from tokenmill_executor.runner import SamplingInput, SamplingParams
+from tokenmill_executor.sampling import TorchDraws
 
-from benchmarks.gpu.shapes import RandomTensors, Scale, graphed_decoder, make_runner
+from benchmarks.gpu.shapes import DRAWN, RandomTensors, Scale, graphed_decoder, make_runner
 from benchmarks.gpu.table import Table
 from tests.fakes.batches import Blocks, Track
 
@@ -35,6 +37,7 @@ _SAMPLED = (
     SamplingParams(1 << 16, seed=2, temperature=0.9, top_p=0.9, ignore_eos=True),
     SamplingParams(1 << 16, seed=3, temperature=1.2, top_k=20, min_p=0.02, ignore_eos=True),
 )
+_ALIKE = 0.99
 # Least agreement of logits with the CPU's in float32, as a cosine.
 LOGIT_BOUNDS = {torch.float32: 0.99999, torch.bfloat16: 0.99}
 
@@ -170,6 +173,22 @@ def _sampled(runner: TorchRunner, scale: Scale) -> list[int]:
     result = engine.carry_out(Plan(0, 2, (), (), ids, [steps] * len(ids), steps))
     assert not (*first.faults, *result.faults)
     return list(result.token_ids)
+
+
+def draws(scale: Scale, device: torch.device) -> Table:
+    """The kernel that draws tokens, beside torch's sort. Exponentials differ in their last digits, once in a long time a token."""
+    table = Table("Drawn tokens against torch's", ("parameters", "rows", "share alike", "bound", "right"))
+    rows = 256 if device.type == "cuda" else 2
+    generator = torch.Generator().manual_seed(1)
+    for name, params in DRAWN.items():
+        samples = [SamplingInput(row, [1], 1, SamplingParams(1, seed=row, **params)) for row in range(rows)]
+        logits = (3 * torch.randn(rows, scale.config.vocab_size, generator=generator)).to(device)
+        maxima, greedy = logits.max(dim=-1)
+        expected, got = (make(samples, 1, device).draw(0, logits, maxima, greedy) for make in (TorchDraws, cuda_draws("auto")))
+        alike = float((got == expected).float().mean())
+        table.wrong |= alike < _ALIKE
+        table.rows.append((name, rows, alike, _ALIKE, alike >= _ALIKE))
+    return table
 
 
 @torch.inference_mode()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own usage
 from tokenmill_executor.attention.backend import AttentionBatch, CacheShape
 from tokenmill_executor.attention.triton_backend import CHUNK, DECODE, Tiling, TritonAttention
 from tokenmill_executor.model.config import ModelConfig
+from tokenmill_executor.model.cuda import cuda_draws
+from tokenmill_executor.runner import SamplingInput, SamplingParams
 
-from benchmarks.gpu.shapes import BLOCK_SIZE, Scale
+from benchmarks.gpu.shapes import BLOCK_SIZE, DRAWN, Scale
 from benchmarks.gpu.speed import Bounds, wait
 from benchmarks.gpu.table import Table
 from tests.fakes.batches import Blocks
@@ -76,6 +79,22 @@ def caches(scale: Scale, dtype: torch.dtype, device: torch.device, bounds: Bound
         chosen = DECODE[dtype.itemsize], CHUNK[dtype.itemsize]
         taken_s, bound_s = _attend_s(scale, dtype, device, (batch, scale.context, 1), *chosen, cache), read / bounds.copy_rate
         table.rows.append((cache, 1e6 * taken_s, 1e6 * bound_s, bound_s / taken_s))
+    return table
+
+
+def draws(scale: Scale, device: torch.device) -> Table:
+    """What drawing the tokens of a step takes beside its forward pass."""
+    table = Table("Drawing the tokens of a step", ("parameters", "sequences", "µs"))
+    for name, params in DRAWN.items():
+        for batch in scale.profiled_batches:
+            samples = [SamplingInput(row, [1], 1, SamplingParams(1, seed=row, **params)) for row in range(batch)]
+            made, logits = (
+                cuda_draws("auto")(samples, 1, device),
+                torch.empty((batch, scale.config.vocab_size), device=device).normal_(),
+            )
+            maxima, greedy = logits.max(dim=-1)
+            job = partial(made.draw, 0, logits, maxima, greedy)
+            table.rows.append((name, batch, 1e6 * _mean_s([job] * (20 if device.type == "cuda" else 1), device)))
     return table
 
 

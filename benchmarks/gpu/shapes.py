@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from tokenmill_executor.attention.backend import CacheShape
@@ -57,6 +58,14 @@ SMALL = replace(
     eos_token_ids=(2,),
 )
 TINY = replace(SMALL, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, windows=(None, 9), vocab_size=200)
+
+
+# How tokens are drawn, by what the tables call it.
+DRAWN: Mapping[str, Mapping[str, Any]] = {
+    "temperature": {"temperature": 0.8},
+    "top_p": {"top_p": 0.95},
+    "top_k, top_p, min_p": {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from tokenmill_executor.engine import Engine
@@ -185,13 +184,13 @@ def prefill(scale: Scale, executor: Executor, bounds: Bounds) -> Table:
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
     bound_s = (2 * (product_weights(config) - head) * scale.prompt + 2 * head + attention) / bounds.matrix_rate
     for chunk in scale.chunks:
-        times = [_prefill_s(scale, executor.engine, chunk) for _ in range(scale.repeats)]
+        times = [prefill_s(scale, executor.engine, chunk) for _ in range(scale.repeats)]
         table.rows.append((chunk, 1e3 * min(times), 1e3 * bound_s, bound_s / min(times), scale.prompt / min(times)))
         table.raw[f"chunk {chunk}"] = times
     return table
 
 
-def _prefill_s(scale: Scale, engine: Engine, chunk: int) -> float:
+def prefill_s(scale: Scale, engine: Engine, chunk: int) -> float:
     driver = Driver(engine)
     admission = driver.admission(scale.prompt, 8, scale.config.vocab_size)
     started_s = time.perf_counter()
@@ -222,38 +221,3 @@ def burst(scale: Scale, executor: Executor) -> Table:
     table = Table(f"{scale.requests} requests at once, {scale.context} in, {scale.output} out", ("what", "output tokens/s"))
     table.rows = [("tokenmill's engine", rate)]
     return table
-
-
-def profile_decode(scale: Scale, executor: Executor, batch: int) -> Table:
-    driver, steps = Driver(executor.engine), scale.plan_steps
-    sequences = fill(driver, scale, batch)
-    plan = partial(driver.step, sequences, steps, max_steps=steps)
-    table = _profile(f"Kernels of a decode step of {batch}", scale, executor, plan, steps)
-    driver.release_all()
-    return table
-
-
-def profile_prefill(scale: Scale, executor: Executor) -> Table:
-    chunk = max(scale.chunks)
-    return _profile(f"Kernels of a prefill of {chunk}", scale, executor, lambda: _prefill_s(scale, executor.engine, chunk))
-
-
-def _profile(title: str, scale: Scale, executor: Executor, plan: Callable[[], object], steps: int = 1) -> Table:
-    """Where the device's time goes in plans of so many steps."""
-    from torch.profiler import ProfilerActivity, profile
-
-    device = executor.device
-    with profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as profiled:
-        for _ in range(scale.repeats):
-            plan()
-    table = Table(title, ("kernel", "calls", "µs a step"), note="The twelve that take longest.")
-    entries, taken = profiled.key_averages(), steps * scale.repeats
-    spent = {entry.key: (entry.count / taken, _device_us(entry, device) / taken) for entry in entries}
-    ordered = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
-    table.rows = [(name[:90].replace("|", "/"), calls, microseconds) for name, (calls, microseconds) in ordered]
-    return table
-
-
-def _device_us(entry: object, device: torch.device) -> float:
-    name = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    return float(getattr(entry, name))

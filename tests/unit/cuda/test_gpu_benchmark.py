@@ -21,8 +21,8 @@ def test_the_one_command_runs_end_to_end_and_keeps_its_tables(tmp_path: Path) ->
     assert report["left_out"] == []
     titles = [table["title"].split(",")[0] for table in report["tables"]]
     assert titles[:2] == ["Attention against the reference", "A small random model against the CPU"]
-    assert titles[2:4] == ["Several steps in one plan are single steps", "The device"]
-    assert titles[4:7] == ["Decode", "Prefill of 40 tokens", "2 requests at once"]
+    assert titles[2:5] == ["Drawn tokens against torch's", "Several steps in one plan are single steps", "The device"]
+    assert titles[5:8] == ["Decode", "Prefill of 40 tokens", "2 requests at once"]
     assert not any(table["wrong"] for table in report["tables"])
     text = results.with_suffix(".md").read_text()
     assert all(table["title"] in text for table in report["tables"])
