@@ -54,8 +54,10 @@ class LoadSettings:
 
 
 def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
-    """Raises ModelError."""
+    """Raises ModelError. A CUDA device becomes the current one of this thread, which is to run the steps: Triton launches there."""
     device = _device(settings.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     max_model_len = _max_model_len(settings.max_model_len, checkpoint.config)
     windowed = with_windows(checkpoint.config, settings.sliding_window, settings.attention_sinks, max_model_len)
     checkpoint = replace(checkpoint, config=windowed)

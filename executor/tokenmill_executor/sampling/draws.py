@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tokenmill_executor.runner import SamplingInput, SamplingParams
 from tokenmill_executor.sampling.choices import is_greedy
 from tokenmill_executor.sampling.draw import WIDTHS, Truncation, draw, draw_truncated
-from tokenmill_executor.sampling.uniform import uniforms
+from tokenmill_executor.sampling.uniform import uniforms_of_steps
 from tokenmill_executor.upload import floats, integers, upload
 
 
@@ -84,12 +82,6 @@ def _kinds(samples: Sequence[SamplingInput], steps: int, device: torch.device) -
 
 def is_truncated(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def uniforms_of_steps(samples: Sequence[SamplingInput], steps: int) -> npt.NDArray[np.float64]:
-    """[steps, rows]: those of the next token of each sample, then of the ones that follow it."""
-    lengths = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
-    return uniforms([sample.params.seed for sample in samples], lengths + np.arange(steps)[:, None])
 
 
 def _truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation:

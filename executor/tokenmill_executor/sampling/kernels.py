@@ -16,7 +16,7 @@ from tokenmill_executor.cpu import library, support
 from tokenmill_executor.runner import SampledLogprobs, SamplingInput
 from tokenmill_executor.sampling.choices import Choices, is_greedy, is_plain
 from tokenmill_executor.sampling.edits import edit_logits, edits_logits
-from tokenmill_executor.sampling.uniform import uniforms
+from tokenmill_executor.sampling.uniform import uniforms_of_steps
 from tokenmill_executor.upload import integers
 
 Records = npt.NDArray[np.void]
@@ -41,7 +41,7 @@ class SamplingKernels:
     def choose(self, logits: torch.Tensor, samples: Sequence[SamplingInput], eos_token_ids: tuple[int, ...]) -> Choices:
         """[rows, vocab_size] float32, which stay as they are."""
         rows = logits if logits.stride(1) == 1 else logits.contiguous()
-        records = _records(rows, samples)
+        records = records_of_steps(rows, samples, 1)[0]
         self._edit(rows, samples, eos_token_ids, records)
         width = max(0, min(int(records["top"].max()), rows.shape[1]))
         top_tokens, top_logprobs = np.empty((len(rows), width), np.int32), np.empty((len(rows), width), np.float32)
@@ -89,27 +89,19 @@ class SamplingKernels:
         return self._workspace.ctypes.data
 
 
-def _records(logits: torch.Tensor, samples: Sequence[SamplingInput]) -> Records:
+def records_of_steps(logits: torch.Tensor, samples: Sequence[SamplingInput], steps: int) -> Records:
+    """[steps, rows]: what is asked for in this step and those that follow, whose logits come to the same place."""
+    if all(map(is_plain, samples)):
+        return _plain_records(logits, steps)
     params = [sample.params for sample in samples]
-    records = np.empty(len(samples), library.SAMPLE_ROW)
+    records = np.empty((steps, len(samples)), library.SAMPLE_ROW)
     records["logits"] = _pointers(logits)
     records["temperature"] = [0.0 if is_greedy(param) else param.temperature for param in params]
-    records["uniform"] = uniforms([param.seed for param in params], [len(sample.token_ids) for sample in samples])
+    records["uniform"] = uniforms_of_steps(samples, steps)
     records["top_p"] = [param.top_p for param in params]
     records["min_p"] = [param.min_p for param in params]
     records["top_k"] = [param.top_k if param.top_k < logits.shape[1] else 0 for param in params]
     records["top"] = [-1 if param.logprobs is None else param.logprobs for param in params]
-    return records
-
-
-def records_of_steps(logits: torch.Tensor, samples: Sequence[SamplingInput], steps: int) -> Records:
-    """[steps, rows]: what sequences that only draw ask for, in this step and those that follow with logits in the same place."""
-    if all(map(is_plain, samples)):
-        return _plain_records(logits, steps)
-    records = np.tile(_records(logits, samples), (steps, 1))
-    places = [len(sample.token_ids) + step for step in range(1, steps) for sample in samples]
-    seeds = [sample.params.seed for sample in samples] * (steps - 1)
-    records["uniform"][1:] = uniforms(seeds, places).reshape(steps - 1, len(samples))
     return records
 
 

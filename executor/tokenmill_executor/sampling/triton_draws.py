@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tokenmill_executor.runner import SamplingInput
 from tokenmill_executor.sampling.choices import is_greedy
-from tokenmill_executor.sampling.draws import uniforms_of_steps
+from tokenmill_executor.sampling.uniform import uniforms_of_steps
 from tokenmill_executor.upload import upload
 
 # Rows of the packed parameters.

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tokenmill_executor.runner import SamplingInput
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BITS = 52
 
@@ -23,6 +25,12 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int] | npt.NDArray[np.int
     counters = np.array(positions, dtype=np.uint64)
     hashed = _mix(_mix(keys + _GOLDEN) + (counters + np.uint64(1)) * _GOLDEN)
     return (hashed >> np.uint64(64 - _BITS)).astype(np.float64) * 2.0**-_BITS
+
+
+def uniforms_of_steps(samples: Sequence[SamplingInput], steps: int) -> npt.NDArray[np.float64]:
+    """[steps, rows]: those of the next token of each sample, then of the ones that follow it."""
+    lengths = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
+    return uniforms([sample.params.seed for sample in samples], lengths + np.arange(steps)[:, None])
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -199,5 +199,7 @@ def test_uniform_numbers_at_both_ends(instruction_set: str, monkeypatch: pytest.
     variants: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}]
     samples = [sampling(seed, **params) for seed, params in enumerate(variants)]
     for number, token in ((0.0, 300), (1 - 2.0**-52, 900)):
-        monkeypatch.setattr(sampling_kernels, "uniforms", lambda seeds, _, number=number: np.full(len(seeds), number))
+        monkeypatch.setattr(
+            sampling_kernels, "uniforms_of_steps", lambda rows, steps, number=number: np.full((steps, len(rows)), number)
+        )
         assert kernels(instruction_set).sample(logits, samples).token_ids == [token] * 4
