@@ -76,9 +76,12 @@ class BlockTable:
         return blocks
 
     def cut(self, count: int) -> list[int]:
-        """Gives up the blocks behind the first `count` of each group, none of which a window has left behind; returns them."""
+        """Gives up the blocks behind the first `count` of each group, fewer than there are; none of them has a window left behind.
+
+        Returns them.
+        """
         given_up: list[int] = self._rows[:, count : self.count].ravel().tolist()
-        self.count = min(count, self.count)
+        self.count = count
         return given_up
 
     def clear(self) -> list[int]:
@@ -185,8 +188,9 @@ class BlockPool:
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Takes back what `table` has beyond the first `num_tokens` positions, to which nothing was written."""
-        if table.count * self.block_size - num_tokens >= self.block_size:
-            for block in reversed(table.cut(-(-num_tokens // self.block_size))):
+        needed = -(-num_tokens // self.block_size)
+        if needed < table.count:
+            for block in reversed(table.cut(needed)):
                 self._let_go(block)
 
     def _take(self, count: int) -> list[int]:

@@ -26,6 +26,15 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+# Of a smaller one yet, for kernels that are interpreted.
+TINY_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+}
+
 # What transformers has to know beforehand; it checks the rest against the file.
 _SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152,

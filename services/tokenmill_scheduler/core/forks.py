@@ -41,13 +41,13 @@ def introduction(sequence: Sequence, executor: ExecutorState) -> Admission:
     assert admission is not None
     sequence.admission = None
     lead, share = _lead(sequence, executor), _shareable(sequence, executor)
+    if lead is not sequence and share:
+        sequence.predicted = max(sequence.predicted, share)
+        return replace(admission, fork_of=lead.sequence_id)
     if lead is sequence and sequence.lead is not None:
         assert sequence.live is not None
         sequence.predicted = max(executor.mirror.hit(sequence.live), sequence.shared if _leads(sequence.lead, executor) else 0)
-    if lead is sequence or share == 0:
-        return admission
-    sequence.predicted = max(sequence.predicted, share)
-    return replace(admission, fork_of=lead.sequence_id)
+    return admission
 
 
 def _lead(sequence: Sequence, executor: ExecutorState) -> Sequence:

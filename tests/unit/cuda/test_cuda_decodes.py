@@ -25,17 +25,10 @@ from tokenmill_executor.sampling import NOT_A_NUMBER, Sampler, TorchDraws
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes.batches import Blocks, Track
-from tests.fakes.models import random_model
+from tests.fakes.models import TINY_SIZES, random_model
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 64, 4, 64
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-}
 WINDOWS: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 PARAMS = (
     SamplingParams(99, seed=1, temperature=0.0),
@@ -130,7 +123,7 @@ class NoWaitDraws(TorchDraws):
 
 def make_model(kind: str, family: str = "llama", max_num_seqs: int = 4, poison: int | None = None, **changes: Any) -> DecodeModel:
     """Decoded with graphs, which are computed again, or on the reference attention."""
-    oracle = random_model(family, **SIZES, **changes)
+    oracle = random_model(family, **TINY_SIZES, **changes)
     if poison is not None:
         with torch.no_grad():
             oracle.get_input_embeddings().weight[poison] = torch.nan

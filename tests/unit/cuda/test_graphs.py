@@ -20,17 +20,10 @@ from tokenmill_executor.model.graphs import GraphedDecoder, Replay, padded_sizes
 from tokenmill_executor.model.triton_ops import TritonOps
 
 from tests.fakes.batches import Blocks, Track
-from tests.fakes.models import random_model
+from tests.fakes.models import TINY_SIZES, random_model
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 32, 4, 64
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-}
 
 
 class FakeDevice:
@@ -55,7 +48,7 @@ class Pair:
     """The plain decoder on the reference, and the graphed one on Triton, with the same weights."""
 
     def __init__(self, max_num_seqs: int = 6, family: str = "qwen3", kv_cache_dtype: str = "auto", **changes: Any) -> None:
-        model = random_model(family, **SIZES, **changes)
+        model = random_model(family, **TINY_SIZES, **changes)
         self.config: ModelConfig = config_from_hf(model.config.to_dict())
         tensors = model.state_dict()
         # A code beside the reference's moves a logit by far less than a step of the codes.
