@@ -58,7 +58,7 @@ def _measure(name: str, options: argparse.Namespace) -> Row:
     flags = ["--model", options.model, "--kv-cache-memory-bytes", options.memory, "--max-num-seqs", "512"]
     loader = Loader(parse_settings([*flags, "--kv-cache-dtype", name, "--no-enable-prefix-caching"], os.environ))
     engine = loader.load()
-    description = loader.service("capacity").description
+    description = loader.offer("capacity").description
     tokens = description.num_blocks * description.block_size
     return Row(name, description.dtype, description.num_blocks, tokens, _hold(engine, options.length))
 

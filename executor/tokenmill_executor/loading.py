@@ -15,7 +15,7 @@ from tokenmill_service.flags import SettingsError
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.prefix import PrefixHasher, hash_function
 from tokenmill_executor.runner import BlockGroup, Runner
-from tokenmill_executor.servicer import Service, tokenizer_digest
+from tokenmill_executor.servicer import Offer, tokenizer_digest
 from tokenmill_executor.settings import SIMULATED, Settings
 from tokenmill_executor.simulated import SimulatedRunner, StepCost
 
@@ -118,7 +118,7 @@ def count_host_blocks(settings: Settings, runner: Runner, hasher: PrefixHasher |
 
 
 class Loader:
-    """Two steps, since the first runs on the engine's thread and the second needs the bound address: `load`, then `service`."""
+    """Two steps, since the first runs on the engine's thread and the second needs the bound address: `load`, then `offer`."""
 
     def __init__(self, settings: Settings, make_runner: Callable[[Settings], Runner] = load_runner) -> None:
         self._settings = settings
@@ -153,7 +153,7 @@ class Loader:
         except MemoryError as error:
             raise SettingsError(f"lower --kv-offloading-size or --kv-cache-memory-bytes: {error}") from error
 
-    def service(self, name: str) -> Service:
+    def offer(self, name: str) -> Offer:
         assert self._runner is not None
         settings, description = self._settings, self._runner.description
         files = self._runner.tokenizer_files()
@@ -184,4 +184,4 @@ class Loader:
             response.features.append("prefix_caching")
             response.prefix_caching_hash_algo = settings.prefix_caching_hash_algo
             response.cache_version = self._hasher.version
-        return Service(response, files)
+        return Offer(response, files)

@@ -88,10 +88,10 @@ class ExecutorServer:
     async def load(self) -> None:
         """Loads the model and opens the service. Raises what loading raises."""
         await self.thread.load(self._loader.load)
-        service = self._loader.service(self._settings.name or default_name(self.address))
-        served = service.description
+        offer = self._loader.offer(self._settings.name or default_name(self.address))
+        served = offer.description
         self.thread.metrics.description = {"name": served.name, "model": served.model, "device": served.device}
-        self.servicer.open(service)
+        self.servicer.open(offer)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, timeout_s: float) -> bool:

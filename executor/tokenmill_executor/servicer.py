@@ -30,7 +30,7 @@ _LOADING = "the model is still loading"
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class Offer:
     """What the executor offers once its model is loaded. `description` lacks the epoch; `tokenizer_files` are by name."""
 
     description: pb.DescribeResponse
@@ -50,7 +50,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     def __init__(self, thread: EngineThread, heartbeat_interval_s: float = 1.0) -> None:
         self._thread = thread
         self._heartbeat_interval_s = heartbeat_interval_s
-        self._service: Service | None = None
+        self._offer: Offer | None = None
         self._loaded = asyncio.Event()
         self._epoch = 0
         self._session: Session | None = None
@@ -60,9 +60,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._no_session = asyncio.Event()
         self._no_session.set()
 
-    def open(self, service: Service) -> None:
+    def open(self, offer: Offer) -> None:
         """The model is loaded: from now on it is described and driven."""
-        self._service = service
+        self._offer = offer
         self._loaded.set()
 
     async def close(self, timeout_s: float) -> None:
@@ -80,22 +80,22 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Describe(  # noqa: N802
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse]
     ) -> pb.DescribeResponse:
-        if self._service is None:
+        if self._offer is None:
             # Of the time that the caller gives, half: it joins at once if that is enough, and hears why if it is not.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._loaded.wait(), (context.time_remaining() or 0.0) / 2)
-        if self._service is None:
+        if self._offer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, _LOADING)
         response = pb.DescribeResponse(epoch=self._epoch)
-        response.MergeFrom(self._service.description)
+        response.MergeFrom(self._offer.description)
         return response
 
     async def GetTokenizer(  # noqa: N802
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[pb.GetTokenizerRequest, pb.GetTokenizerResponse]
     ) -> AsyncIterator[pb.GetTokenizerResponse]:
-        if self._service is None:
+        if self._offer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, _LOADING)
-        for name, content in self._service.tokenizer_files.items():
+        for name, content in self._offer.tokenizer_files.items():
             for start in range(0, len(content), _PIECE_BYTES):
                 yield pb.GetTokenizerResponse(name=name, content=content[start : start + _PIECE_BYTES])
 
@@ -103,7 +103,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Run(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.RunRequest], context: Context
     ) -> None:
-        if self._service is None or self._closing:
+        if self._offer is None or self._closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, _CLOSING if self._closing else _LOADING)
         request = await anext(request_iterator, None)
         if request is None or not request.HasField("hello"):
@@ -125,8 +125,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     def _begin(self, epoch: int) -> Session:
         """Makes this epoch the one that counts, and fences out the one before."""
-        assert self._service is not None
-        description = self._service.description
+        assert self._offer is not None
+        description = self._offer.description
         limits = PlanLimits(description.max_num_seqs, description.max_num_batched_tokens)
         session = Session(epoch, self._thread, limits, description.pipeline_depth, self._heartbeat_interval_s)
         if self._session is not None:

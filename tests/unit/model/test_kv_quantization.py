@@ -148,7 +148,7 @@ def test_describe_tells_the_cache_type_and_the_blocks_it_makes_room_for(tmp_path
     for name in ("auto", *FORMATS):
         loader = Loader(parse_settings([*flags, "--kv-cache-dtype", name], {}))
         loader.load()
-        description = loader.service("one").description
+        description = loader.offer("one").description
         assert (f"kv_cache_dtype={name}" in description.features) == (name != "auto")
         told[name] = description.num_blocks, description.cache_version
     blocks = {name: count for name, (count, _) in told.items()}
