@@ -1,4 +1,4 @@
-"""Options that say which load is simulated, and the requests they make. Must not know: what is done with them."""
+"""Options that say which load is simulated, the requests they make, and recorded ones. Must not know: what is done with them."""
 
 from __future__ import annotations
 
@@ -123,16 +123,16 @@ def simulated_requests(options: LoadOptions) -> list[SimulatedRequest]:
 
 def _arrivals(options: LoadOptions) -> tuple[Arrival, ...]:
     if options.trace is not None:
-        return _trace(options.trace, options)
+        return recorded(options.trace, options.columns, options.time_unit, options.limit)
     if options.workload == "burst":
         return burst(options.count, seed=options.seed, prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
     return FIXED[options.workload]()
 
 
-def _trace(path: Path, options: LoadOptions) -> tuple[Arrival, ...]:
-    columns = options.columns and Columns(*options.columns, time_unit_s=options.time_unit)
+def recorded(path: Path, columns: tuple[str, str, str] | None, time_unit_s: float, limit: int | None) -> tuple[Arrival, ...]:
+    """A trace's arrivals, or the first so many. Raises CommandError when there are none, or it cannot be read."""
     try:
-        arrivals = read_trace(path, columns, options.limit)
+        arrivals = read_trace(path, columns and Columns(*columns, time_unit_s=time_unit_s), limit)
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}.", ExitCode.USAGE) from error
     except TraceError as error:

@@ -30,6 +30,14 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+def show_change(as_json: bool, changed: bool, done: str, unchanged: str) -> None:
+    """What a command that may be given twice has to say: that it is done, or that there was nothing to do."""
+    if as_json:
+        print_json({"changed": changed})
+    else:
+        click.echo(done if changed else unchanged)
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> Table:
     """Plain columns; those named in `right` hold numbers. On a narrow terminal the last column folds."""
     grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 from tokenmill_service.event_loop import new_runner
-from tokenmill_workloads import FIXED, Arrival, Columns, TraceError, at_rate, poisson, read_trace, scale_lengths
+from tokenmill_workloads import FIXED, Arrival, at_rate, poisson, scale_lengths
 
 from tokenmill_cli.app import App, console, output_options, pass_app, server_options
 from tokenmill_cli.bench.figures import figures
@@ -20,6 +20,7 @@ from tokenmill_cli.bench.runner import TargetError
 from tokenmill_cli.bench.session import Spec, measure, openai_style, scheduler
 from tokenmill_cli.bench.tables import comparison, latency_table, throughput
 from tokenmill_cli.exits import CommandError, ExitCode
+from tokenmill_cli.loads import recorded
 from tokenmill_cli.output import facts, print_json, show
 
 _SHOWN_FAILURES = 3
@@ -117,14 +118,7 @@ def trace(app: App, file: Path, as_poisson: bool, columns: tuple[str, str, str] 
     Recognises the traces of Azure LLM inference and of Mooncake. With --rate, all gaps are stretched or shrunk by one factor.
     """
     options = _Options(**values)
-    try:
-        arrivals = read_trace(file, columns and Columns(*columns, time_unit_s=time_unit), options.limit)
-    except OSError as error:
-        raise CommandError(f"{file} cannot be read: {error.strerror}.", ExitCode.USAGE) from error
-    except TraceError as error:
-        raise CommandError(f"{error}.", ExitCode.USAGE) from error
-    if not arrivals:
-        raise CommandError(f"{file} has no requests.", ExitCode.USAGE)
+    arrivals = recorded(file, columns, time_unit, options.limit)
     if as_poisson and options.rate is None:
         raise click.UsageError("--poisson needs a --rate.")
     arrivals = options.shortened(arrivals)

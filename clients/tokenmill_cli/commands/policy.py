@@ -8,7 +8,7 @@ import click
 from tokenmill_client.admin_records import LaneShares, Policy
 
 from tokenmill_cli.app import App, console, pass_app, server_options
-from tokenmill_cli.output import facts, print_json, show
+from tokenmill_cli.output import facts, print_json, show, show_change
 
 _reason_option = click.option("--reason", default="", help="Kept in the record of actions.")
 _LANES = ("real_time", "standard", "batch")
@@ -59,7 +59,7 @@ def set_policy(app: App, name: str | None, fair_share: bool | None, lane_shares:
         raise click.UsageError("name a policy, or give --fair-share or --lane-shares")
     with app.client() as client:
         changed = client.admin.set_policy(name, fair_share=fair_share, lane_shares=lane_shares, reason=reason)
-    _say(app, changed, "The policy is changed.", "The policy was so already.")
+    show_change(app.json, changed, "The policy is changed.", "The policy was so already.")
 
 
 @policy.command("reset")
@@ -70,7 +70,7 @@ def reset(app: App, reason: str) -> None:
     """Go back to what the scheduler's settings say."""
     with app.client() as client:
         changed = client.admin.reset_policy(reason=reason)
-    _say(app, changed, "The policy is that of the settings.", "No policy was set.")
+    show_change(app.json, changed, "The policy is that of the settings.", "No policy was set.")
 
 
 def _facts(now: Policy) -> list[tuple[str, str]]:
@@ -81,10 +81,3 @@ def _facts(now: Policy) -> list[tuple[str, str]]:
         ("lane shares", f"real_time {shares.real_time} %, standard {shares.standard} %, batch {shares.batch} %"),
         ("set", now.reason or "by the settings"),
     ]
-
-
-def _say(app: App, changed: bool, done: str, unchanged: str) -> None:
-    if app.json:
-        print_json({"changed": changed})
-    else:
-        click.echo(done if changed else unchanged)

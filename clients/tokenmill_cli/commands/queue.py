@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from tokenmill_cli.app import App, console, pass_app, server_options
-from tokenmill_cli.output import facts, print_json, show
+from tokenmill_cli.output import facts, print_json, show, show_change
 
 _reason_option = click.option("--reason", default="", help="Shown to those who wait, and kept in the record of actions.")
 
@@ -26,7 +26,7 @@ def pause(app: App, reason: str) -> None:
     """
     with app.client() as client:
         changed = client.admin.pause_queue(reason=reason)
-    _say(app, changed, "The queue is paused.", "The queue was paused already.")
+    show_change(app.json, changed, "The queue is paused.", "The queue was paused already.")
 
 
 @queue.command("resume")
@@ -37,7 +37,7 @@ def resume(app: App, reason: str) -> None:
     """Admit waiting requests again."""
     with app.client() as client:
         changed = client.admin.resume_queue(reason=reason)
-    _say(app, changed, "The queue goes on.", "The queue was not paused.")
+    show_change(app.json, changed, "The queue goes on.", "The queue was not paused.")
 
 
 @queue.command("status")
@@ -56,10 +56,3 @@ def status(app: App) -> None:
         console(),
         facts([("queue", paused), ("waiting", load.num_requests_waiting), ("running", load.num_requests_running)]),
     )
-
-
-def _say(app: App, changed: bool, done: str, unchanged: str) -> None:
-    if app.json:
-        print_json({"changed": changed})
-    else:
-        click.echo(done if changed else unchanged)
