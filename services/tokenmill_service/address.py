@@ -5,14 +5,13 @@ Must not know: what is served there.
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
-import os
 import re
 import socket
 from pathlib import Path
 
 from tokenmill_service.flags import SettingsError
+from tokenmill_service.lock_file import take_lock
 
 _UNIX = "unix:"
 
@@ -43,15 +42,11 @@ def lock_address(listen: str) -> int | None:
         return None
     path = Path(listen.removeprefix(_UNIX) + ".lock")
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return take_lock(path)
+    except BlockingIOError as error:
+        raise SettingsError(f"another process listens on {listen}: stop it, or choose another --listen") from error
     except OSError as error:
         raise SettingsError(f"--listen {listen}: the lock file {path} cannot be made: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise SettingsError(f"another process listens on {listen}: stop it, or choose another --listen") from error
-    return descriptor
 
 
 def bound_address(listen: str, port: int) -> str:

@@ -1,15 +1,16 @@
-"""A SQLite file has one scheduler: a lock that the operating system frees when its process ends, however it ends.
+"""A SQLite file has one scheduler, which holds a lock beside it.
 
 Must not know: tables. Schedulers that share a PostgreSQL database keep apart by leases.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tokenmill_service.lock_file import take_lock
 
 from tokenmill_scheduler.ledger.engine import parse_url
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
@@ -27,15 +28,14 @@ def database_lock(url: str) -> Iterator[None]:
         return
     path = Path(f"{parsed.database}.lock")
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise LedgerUnavailable(f"the lock file {path} cannot be made: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        descriptor = take_lock(path)
     except BlockingIOError as error:
         raise LedgerUnavailable(
             "another scheduler runs on it: stop that one, or name another file; schedulers that share a database need PostgreSQL"
         ) from error
+    except OSError as error:
+        raise LedgerUnavailable(f"the lock file {path} cannot be made: {error.strerror}") from error
+    try:
+        yield
     finally:
         os.close(descriptor)

@@ -218,3 +218,8 @@ def test_a_file_that_is_no_database_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedDatabase, match="is no SQLite database: name another file"):
         open_ledger(f"sqlite:///{other}")
     assert other.read_text() == "not a database " * 100
+
+
+def test_what_blocks_a_scheduler_is_not_taken_for_another_one(tmp_path: Path) -> None:
+    with pytest.raises(BlockingIOError), database_lock(f"sqlite:///{tmp_path}/ledger.db"):
+        raise BlockingIOError
