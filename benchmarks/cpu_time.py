@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+_LOOK_S = 0.5
+_IDLE_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +36,11 @@ class CpuTime:
 
     def since(self, before: CpuTime) -> CpuTime:
         return CpuTime(self.main - before.main, self.others - before.others)
+
+
+def wait_idle(pid: int) -> None:
+    """Until the process has nothing left to do: as an executor, whose memory is populated while nobody wants anything."""
+    before, now = 0.0, CpuTime.of(pid).total
+    while now - before > _IDLE_SHARE * _LOOK_S:
+        time.sleep(_LOOK_S)
+        before, now = now, CpuTime.of(pid).total

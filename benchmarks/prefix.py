@@ -126,6 +126,8 @@ def main() -> None:
         # A fresh engine each time: nothing is left of the run before.
         flag = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
         engine = Loader(parse_settings([*flags, flag], os.environ)).load()
+        while engine.populate_some():
+            pass
         serve(engine, [[*shared, 99]], first_id=1)
         runs[caching].append(serve(engine, prompts, first_id=2))
     assert len({str(run.outputs) for both in runs.values() for run in both}) == 1, "the tokens differ"

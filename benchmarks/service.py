@@ -34,7 +34,7 @@ from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
 from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job
-from benchmarks.cpu_time import CpuTime
+from benchmarks.cpu_time import CpuTime, wait_idle
 from tests.fakes.calls import Caller, Stream
 from tests.fakes.processes import Processes, wait_serving
 
@@ -143,6 +143,8 @@ class Compared:
 def compare(slots: int, repeat: int, executor_flags: Sequence[str]) -> Compared:
     jobs = workload(slots)
     engine = Loader(parse_settings(executor_flags, {})).load()
+    while engine.populate_some():
+        pass
     bare, service = [], []
     with Processes() as processes:
         executor = processes.executor(*executor_flags)
@@ -151,6 +153,7 @@ def compare(slots: int, repeat: int, executor_flags: Sequence[str]) -> Compared:
         address = scheduler.address
         pids = dict(zip(PROCESSES, (executor.pid, scheduler.pid, os.getpid()), strict=True))
         asyncio.run(wait_serving(address))
+        wait_idle(executor.pid)
         for _ in range(repeat):
             bare.append(run_bare(engine, jobs, slots))
             service.append(asyncio.run(run_service(address, jobs, pids)))

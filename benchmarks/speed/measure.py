@@ -24,7 +24,7 @@ from tokenmill_executor.settings import parse_settings
 from tokenmill_workloads import prompts
 
 from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job
-from benchmarks.cpu_time import CpuTime
+from benchmarks.cpu_time import CpuTime, wait_idle
 from benchmarks.speed.workloads import PRECISIONS, SEED, WARM_UP, WARM_UP_SCALE, Measured, Run, Workload
 from tests.fakes.processes import Processes, ServiceProcess, wait_serving
 
@@ -97,8 +97,11 @@ def measure(model: str, precision: str, workloads: Sequence[Workload], repeat: i
     """A scheduler serves one number of slots; the executor goes on from one to the next."""
     flags = ["--model", model, "--threads", str(os.cpu_count()), *PRECISIONS[precision]]
     engine = Loader(parse_settings(flags, os.environ)).load()
+    while engine.populate_some():
+        pass
     with Processes() as processes:
         executor = processes.executor(*flags)
+        wait_idle(executor.pid)
         for slots, group in groupby(workloads, key=lambda workload: workload.slots):
             with _scheduler(processes, executor, slots) as scheduler:
                 with Client(scheduler.address) as client:

@@ -82,6 +82,10 @@ class Engine:
             num_steps=columns.steps,
         )
 
+    def populate_some(self) -> bool:
+        """Some ms of work that a step would else do before it can write to blocks never used before. False: there is none left."""
+        return self._runner.populate_some()
+
     def release_all(self) -> Standing:
         """Forgets every sequence, for a scheduler that knows nothing yet. No block is held then; the cached ones stay."""
         for sequence in list(self._sequences.values()):

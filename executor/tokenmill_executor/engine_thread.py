@@ -20,6 +20,7 @@ from tokenmill_executor.job_thread import JobThread
 from tokenmill_executor.metrics import Metrics, Offload
 from tokenmill_executor.records import Plan, Result, Standing
 from tokenmill_executor.runner import DeviceLost
+from tokenmill_executor.when_idle import WhenIdle
 from tokenmill_executor.wire import ServiceTimes
 
 log = structlog.get_logger(__name__)
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 # Idle for so long, the engine is not likely to be wanted in the milliseconds that a look at all blocks takes.
 _CHECK_AFTER_S = 2.0
+# Longer than the event loop of a scheduler that is at work may leave it without a plan.
+_POPULATE_AFTER_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,11 @@ class EngineThread:
         self._engine: Engine | None = None
         self._idle_since_s = time.perf_counter()
         self._lost: DeviceLost | None = None
-        self._check_after_s = check_after_s
-        self._check: asyncio.TimerHandle | None = None
         self._plans_begun = 0
+        self._check = WhenIdle(check_after_s, self._activity, self._check_books)
+        self._populate = WhenIdle(_POPULATE_AFTER_S, self._activity, self._begin_to_populate)
         # By jobs that cut the plan ahead of them short.
         self._interrupt = Interrupt()
-        self._closing = False
 
     @property
     def loaded(self) -> bool:
@@ -75,6 +77,7 @@ class EngineThread:
         """Makes the engine on its own thread, so that the event loop goes on and a device context has one owner."""
         self._engine = await self.run(make_engine)
         self.metrics.blocks = self._engine.blocks
+        self._populate.start()
 
     def carry_out(self, plan: Plan, wanted: Callable[[], bool], began: Callable[[Plan], None]) -> asyncio.Future[Answer | None]:
         """Queues a plan. When its turn comes it is left out, giving None, unless `wanted` still says so; `began` is told first.
@@ -96,9 +99,8 @@ class EngineThread:
 
     async def close(self, timeout_s: float) -> bool:
         """Drops what waits, and says whether the job in progress was over within `timeout_s`."""
-        self._closing = True
-        if self._check is not None:
-            self._check.cancel()
+        self._check.close()
+        self._populate.close()
         last = self.run(lambda: None)
         self._thread.close()
         done, _ = await asyncio.wait([last], timeout=timeout_s)
@@ -106,7 +108,7 @@ class EngineThread:
 
     def _answered(self, future: asyncio.Future[Answer | None]) -> None:
         self.metrics.plans_queued -= 1
-        self._check_later()
+        self._check.start()
         if not future.cancelled() and future.exception() is None and (answer := future.result()) is not None:
             self.metrics.carried_out(answer.result, answer.times)
 
@@ -114,19 +116,15 @@ class EngineThread:
         if not future.cancelled() and future.exception() is None:
             self.metrics.blocks = future.result().blocks
 
-    def _check_later(self) -> None:
-        """The books are checked once after each time of work, when the engine has had nothing to do for a while."""
-        if self._check is None and self.metrics.plans_queued == 0 and not self._closing:
-            self._check = asyncio.get_running_loop().call_later(self._check_after_s, self._check_if_idle, self._plans_begun)
+    def _activity(self) -> int | None:
+        """Plans so far; None while one is under way."""
+        return None if self.metrics.plans_queued else self._plans_begun
 
-    def _check_if_idle(self, plans_begun: int) -> None:
-        self._check = None
-        if plans_begun != self._plans_begun:
-            self._check_later()
-        else:
-            self.run(self._check_books).add_done_callback(self._checked)
+    def _check_books(self) -> None:
+        """Once after each time of work, when the engine has had nothing to do for a while."""
+        self.run(self._find_mistake, cuts=False).add_done_callback(self._checked)
 
-    def _check_books(self) -> AssertionError | None:
+    def _find_mistake(self) -> AssertionError | None:
         assert self._engine is not None
         try:
             self._engine.check()
@@ -138,6 +136,21 @@ class EngineThread:
         if not future.cancelled() and (error := future.result()) is not None:
             self.metrics.integrity_failures += 1
             log.error("integrity check failed", exc_info=error)
+
+    def _begin_to_populate(self) -> None:
+        self.run(self._populate_until_asked, cuts=False).add_done_callback(self._populated)
+
+    def _populate_until_asked(self) -> bool:
+        """Whether there is more to do."""
+        assert self._engine is not None
+        while more := self._engine.populate_some():
+            if self._interrupt.is_asked():
+                break
+        return more
+
+    def _populated(self, future: asyncio.Future[bool]) -> None:
+        if not future.cancelled() and future.result():
+            self._populate.start()
 
     def gather(self) -> list[Metric]:
         """The figures as they stand."""

@@ -179,6 +179,12 @@ class Runner(Protocol):
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Makes the KV cache. Called once, before the first step."""
 
+    def populate_some(self) -> bool:
+        """Has the system give a little more of the memory that the cache is to use; false once it has all, or nothing is won by it.
+
+        May be called at any time after `allocate`, and takes some ms at most: for when there is nothing else to do.
+        """
+
     def host_memory(self, num_blocks: int) -> HostMemory:
         """Makes so many slots beside the KV cache. Called at most once, after `allocate`. Raises MemoryError."""
 

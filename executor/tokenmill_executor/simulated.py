@@ -132,6 +132,9 @@ class SimulatedRunner:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """There is no cache."""
 
+    def populate_some(self) -> bool:
+        return False
+
     def host_memory(self, num_blocks: int) -> HostMemory:
         return SimulatedHostMemory(self._sleep)
 

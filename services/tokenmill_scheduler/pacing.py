@@ -155,9 +155,9 @@ class Pacer:
         return min(self._repeats.max_steps, self._fitting_steps() * 5 // 4)
 
     def _fitting_steps(self) -> int:
-        """With one that lacks a quarter of its time: a token that comes a little later costs less than half as many plans more."""
+        """So many that the first one's token waits for the others' no longer than it may."""
         step_s = self._models[False].expect(self._decode_tokens)
-        return 1 if step_s is None else max(1, int(self._repeats.patience_s / max(step_s, _LEAST_STEP_S) + 0.25))
+        return 1 if step_s is None else 1 + int(self._repeats.patience_s / max(step_s, _LEAST_STEP_S))
 
     @property
     def lets_finish(self) -> bool:

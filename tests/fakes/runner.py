@@ -104,6 +104,9 @@ class OracleRunner:
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self._block_size, self._num_slots = block_size, num_blocks * block_size
 
+    def populate_some(self) -> bool:
+        return False
+
     def host_memory(self, num_blocks: int) -> OracleHostMemory:
         self.host = OracleHostMemory(num_blocks, self._block_size, self._cache)
         return self.host

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, PYFUNCTYPE, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -161,10 +161,10 @@ def best_instruction_set(flags: frozenset[str]) -> str | None:
 def load(instruction_set: str) -> ctypes.CDLL:
     """The kernels for one instruction set. Raises OSError where they are not built or cannot be loaded."""
     library = ctypes.CDLL(str(library_path(instruction_set)))
-    library.tm_check.argtypes = [POINTER(Model), POINTER(BatchRecord), c_int]
-    library.tm_check.restype = c_char_p
-    library.tm_workspace_bytes.argtypes = [POINTER(Model), POINTER(BatchRecord), c_int]
-    library.tm_workspace_bytes.restype = c_size_t
+    # These keep the interpreter: they are short, and a thread that was given it between two steps would make the next one wait.
+    looked_at = (POINTER(Model), POINTER(BatchRecord), c_int)
+    vars(library)["tm_check"] = PYFUNCTYPE(c_char_p, *looked_at)(("tm_check", library))
+    vars(library)["tm_workspace_bytes"] = PYFUNCTYPE(c_size_t, *looked_at)(("tm_workspace_bytes", library))
     library.tm_kv_head_bytes.argtypes = [c_int, c_int]
     library.tm_kv_head_bytes.restype = c_size_t
     library.tm_step.argtypes = [POINTER(Model), POINTER(BatchRecord), c_void_p, c_void_p]

@@ -14,6 +14,7 @@ import torch
 from tokenmill_executor.interrupt import Interrupt
 from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, is_lost
 from tokenmill_executor.model.host_memory import TorchHostMemory
+from tokenmill_executor.model.pages import populate
 from tokenmill_executor.model.port import Decodes, Model
 from tokenmill_executor.runner import Batch, DeviceLost, HostMemory, RunnerDescription, StepOutput
 from tokenmill_executor.sampling import MakeDraws, Sampler, SamplingKernels, TorchDraws, only_draws
@@ -43,6 +44,7 @@ class TorchRunner:
         self._tokenizer = dict(tokenizer)
         self._device = device
         self._measure_memory = measure_memory
+        self._pieces: Iterator[None] = iter(())
         self._clock: StepClock = CudaClock() if device.type == "cuda" else HostClock()
 
     def block_bytes(self, block_size: int) -> int:
@@ -53,6 +55,12 @@ class TorchRunner:
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         self._model.allocate(num_blocks, block_size)
+        if self._device.type == "cpu":
+            self._pieces = populate(self._model.storage())
+
+    @torch.inference_mode()
+    def populate_some(self) -> bool:
+        return next(self._pieces, self._pieces) is not self._pieces
 
     def host_memory(self, num_blocks: int) -> HostMemory:
         return TorchHostMemory(self._model.storage(), num_blocks, self._device)

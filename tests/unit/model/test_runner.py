@@ -131,6 +131,17 @@ def test_a_sequence_poisoned_in_mid_prompt_raises_and_leaves_earlier_steps_alone
     assert healthy.tokens[11:] == greedy_tokens(bench.oracle, prompt(11, 3), 2)
 
 
+def test_memory_may_be_populated_between_any_two_steps(bench: Bench) -> None:
+    expected = greedy_tokens(bench.oracle, prompt(19, 0), 12)
+    track = bench.blocks.track(prompt(19, 0))
+    tokens = bench.generate([track], 6)[0]
+    while bench.runner.populate_some():
+        pass
+    tokens += [token for _ in range(6) for token in bench.step((track, 1)).token_ids]
+    assert tokens == expected
+    assert not bench.runner.populate_some()
+
+
 def test_a_step_in_which_nothing_samples(bench: Bench) -> None:
     output = bench.step((bench.blocks.track(prompt(9, 1)), 4))
     assert (output.token_ids, output.errors) == ([], {})

@@ -1,13 +1,15 @@
-"""What runs when nothing else does: the engine's books are checked once after each time of work, and a failure is told, no more."""
+"""What is done when there is nothing else to do: memory is populated, and the books are checked once after each time of work."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from structlog.testing import capture_logs
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.engine_thread import EngineThread
 from tokenmill_executor.records import Plan
+from tokenmill_executor.when_idle import WhenIdle
 
 from tests.fakes.runner import OracleRunner
 from tests.unit.engine.plans import admission, hasher
@@ -62,17 +64,61 @@ async def test_books_that_do_not_balance_are_told_and_work_goes_on() -> None:
     assert await thread.close(30)
 
 
-async def test_a_check_waits_while_there_is_work() -> None:
-    engine = Counted()
-    thread = EngineThread(check_after_s=3600.0)
-    await thread.load(lambda: engine)
-    await carry_out(thread, Plan(1, 1, (), [admission(1, [1] * 9)], [1], [9]))
-    timer = thread._check
-    assert timer is not None
-    # As if the time was up: another plan has come since, so the check is put off.
-    await carry_out(thread, Plan(1, 2, (), (), [1], [1]))
-    thread._check_if_idle(1)
-    timer.cancel()
-    await thread.run(lambda: None)
-    assert (engine.checks, thread._check is not None) == (0, True)
+class Unpopulated(OracleRunner):
+    """Whose memory has three pieces; the second one is not done before `allowed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = 0
+        self.begun, self.allowed, self.done = threading.Event(), threading.Event(), threading.Event()
+
+    def populate_some(self) -> bool:
+        if self.pieces == 3:
+            self.done.set()
+            return False
+        self.pieces += 1
+        if self.pieces == 2:
+            self.begun.set()
+            assert self.allowed.wait(30)
+        return True
+
+
+async def test_memory_is_populated_while_there_is_no_plan_and_a_plan_waits_for_one_piece() -> None:
+    runner = Unpopulated()
+    thread = EngineThread()
+    await thread.load(lambda: Engine(runner, 8, 4, 8))
+    assert await asyncio.to_thread(runner.begun.wait, 30)
+    pieces_before: list[int] = []
+    answer = thread.carry_out(
+        Plan(1, 1, (), [admission(1, [1] * 9)], [1], [9]), lambda: True, lambda _: pieces_before.append(runner.pieces)
+    )
+    runner.allowed.set()
+    assert await answer is not None
+    assert pieces_before == [2]
+    assert await asyncio.to_thread(runner.done.wait, 30)
     assert await thread.close(30)
+
+
+async def test_what_is_done_when_idle_waits_for_activity_to_end_and_is_done_once() -> None:
+    activity: int | None = 0
+    times: list[int | None] = []
+    acted = asyncio.Event()
+
+    def act() -> None:
+        times.append(activity)
+        acted.set()
+
+    idle = WhenIdle(0.01, lambda: activity, act)
+    idle.start()
+    activity = None
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        idle.start()
+    assert not times
+    activity = 1
+    await asyncio.wait_for(acted.wait(), 30)
+    idle.start()
+    idle.close()
+    idle.start()
+    await asyncio.sleep(0.03)
+    assert times == [1]
