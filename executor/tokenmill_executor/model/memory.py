@@ -6,6 +6,8 @@ Source of the CUDA rule: vLLM's `gpu_memory_utilization`.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +21,27 @@ _TRIAL_BLOCK_SIZE = 16
 
 
 def cpu_cache_bytes() -> int:
-    """Without a setting: a quarter of the machine's memory, at most 4 GiB."""
-    return min(_MOST_CPU_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    """Without a setting: a quarter of the memory that the machine has or the container may use, at most 4 GiB."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_MOST_CPU_BYTES, min(physical, *control_group_limits()) // 4)
+
+
+def control_group_limits(root: Path = Path("/")) -> list[int]:
+    """Bytes that the control groups of this process, of either version, and those around them allow it; see cgroups(7)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    limits = []
+    for _, controllers, group in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        around = Path(group.lstrip("/"))
+        for each in (around, *around.parents):
+            with suppress(OSError, ValueError):  # a limit that is not there, or "max"
+                limits.append(int((root / "sys/fs/cgroup" / top / each / name).read_text(encoding="ascii")))
+    return limits
 
 
 def cuda_cache_bytes(model: Model, device: torch.device, utilization: float, batch: Batch, make_draws: MakeDraws) -> int:
