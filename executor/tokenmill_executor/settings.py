@@ -170,8 +170,8 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--block-size": {"type": count, "default": 16, "help": "token positions in a KV block"},
         "--kv-cache-memory-bytes": {
             "type": size_bytes,
-            "help": "for the KV cache, such as 2GiB; on a CPU without it, a quarter of the memory of the machine or of the container, "
-            "at most 4GiB; on a CPU it is taken from the system while there is nothing else to do, not under load",
+            "help": "for the KV cache, such as 2GiB; on a CPU without it, a quarter of the memory of the machine or the "
+            "container, at most 4GiB; on a CPU it is taken from the system while there is nothing else to do, not under load",
         },
         "--gpu-memory-utilization": {"type": fraction, "default": 0.9, "help": "share of a GPU's memory for weights and KV cache"},
         "--num-gpu-blocks-override": {"type": count, "help": "number of KV blocks, whatever the memory"},
