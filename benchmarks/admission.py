@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_scheduler.core.admission import ADMISSION_MODES
@@ -26,7 +25,8 @@ from tokenmill_simulator.requests import SimulatedRequest
 from tokenmill_simulator.simulation import Simulation
 from tokenmill_workloads import Arrival
 
-_RESULTS = Path(__file__).parent / "results"
+from benchmarks.tables import table_path, today
+
 _CARELESS_MAX_TOKENS = 2048
 _TENANTS = ("short", "long")
 # Median tokens of prompt and output, by tenant.
@@ -67,7 +67,7 @@ def run(clients: str, mode: str, load: list[SimulatedRequest], options: argparse
 
 def table(rows: list[Row], options: argparse.Namespace) -> str:
     lines = [
-        f"# Modes of admission, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Modes of admission, {today()}",
         "",
         f"Simulated {options.preset}, a pool of {options.kv_tokens:,} tokens; {options.requests:,} requests at {options.rate:g} a "
         f"second, half of a tenant with short outputs and half of one with long ones. Careless clients ask for "
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=12.0, help="arrivals a second")
     parser.add_argument("--kv-tokens", type=int, default=60_000, help="tokens that the pool holds")
     parser.add_argument("--preset", default="a100-8b")
-    parser.add_argument("--output", type=Path, default=_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-admission.md")
+    parser.add_argument("--output", type=Path, default=table_path("admission"))
     options = parser.parse_args()
     rows = []
     for clients, max_tokens in (("careful", None), ("careless", _CARELESS_MAX_TOKENS)):

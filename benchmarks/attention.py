@@ -15,9 +15,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +26,9 @@ from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.runner import Batch
 
+from benchmarks.tables import keep, today
 from tests.unit.cpu.small_models import make_batch, random_tensors, random_tokens, scattered_tables, small_config
 
-RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
 TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
@@ -51,8 +49,7 @@ def main() -> None:
     works = _kernel_works(arguments.threads) | ({} if arguments.no_torch else _torch_works())
     times_ms, rate = _measure(works, arguments.rounds)
     report = _report(times_ms, rate, arguments.threads)
-    print(report)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-attention.md").write_text(report, encoding="utf-8")
+    keep("attention", report)
 
 
 def _config(window: int | None = None) -> ModelConfig:
@@ -130,7 +127,7 @@ def _report(times_ms: Times, rate: float, threads: int) -> str:
     shares = [bound / taken for bound, taken in zip(rows["bound of the memory, bfloat16"], rows["C++ bfloat16"], strict=True)]
     windows = [(window, f"window {window}" if window else "C++ bfloat16") for window in WINDOWS]
     lines = [
-        f"# Paged attention on the CPU, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Paged attention on the CPU, {today()}",
         "",
         f"`python -m benchmarks.attention --threads {threads}`, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} at the "
         f"end; memory read at {rate / 1e9:.1f} GB/s. Milliseconds of all 30 layers' decodes, least of the rounds.",

@@ -13,16 +13,15 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 from tokenmill_cli.bench.measurements import machine, read
 from tokenmill_cli.comparison import Figures, figures
 
+from benchmarks.tables import keep, today
 from tests.fakes.processes import Processes, wait_serving
 
-RESULTS = Path(__file__).parent / "results"
 # Batching and slots.
 WAYS = (("static", 4), ("static", 8), ("continuous", 8))
 ROWS: dict[str, Callable[[Figures], float]] = {
@@ -45,8 +44,7 @@ def main() -> None:
         runs = [_measure(processes, executor.address, batching, slots, arguments.repeat) for batching, slots in WAYS]
     model = Path(arguments.model).stem.lower()
     table = _table(model, arguments.repeat, runs)
-    print(table)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-batching-{model}.md").write_text(table, encoding="utf-8")
+    keep(f"batching-{model}", table)
 
 
 def _measure(processes: Processes, executor: str, batching: str, slots: int, repeat: int) -> list[Figures]:
@@ -68,7 +66,7 @@ def _table(model: str, repeat: int, runs: Sequence[Sequence[Figures]]) -> str:
         lines.append(f"| {row} | {' | '.join(f'{value:.2f}' for value in values)} | {values[1] / values[2]:.2f} |")
     return "\n".join(
         (
-            f"# Static against continuous batching, {model}, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Static against continuous batching, {model}, {today()}",
             "",
             f"`python -m benchmarks.batching`, the burst workload through gRPC, medians of {repeat}; {machine()}.",
             "",

@@ -15,7 +15,6 @@ import argparse
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -30,10 +29,10 @@ from tokenmill_executor.model.port import Model
 from tokenmill_executor.model.tokenizer_files import TOKENIZER, tokenizer_files
 from tokenmill_executor.model.weights import Checkpoint, load_checkpoint
 
+from benchmarks.tables import keep, today
 from tests.fakes.models import smollm2_path
 from tests.unit.cpu.small_models import make_batch
 
-RESULTS = Path(__file__).parent / "results"
 PASSAGES = ("execmodel", "objects", "exceptions", "customization")
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -81,8 +80,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_str(tokenizer_files(checkpoint.source)[TOKENIZER].decode())
     passages = [tokenizer.encode(topics[name]).ids[: arguments.tokens] for name in PASSAGES]
     table = _table(checkpoint, _scores(checkpoint, passages, arguments.tokens))
-    print(table)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-cpu-quality.md").write_text(table, encoding="utf-8")
+    keep("cpu-quality", table)
 
 
 @torch.inference_mode()
@@ -118,7 +116,7 @@ def _table(checkpoint: Checkpoint, scores: dict[str, Score]) -> str:
     positions = next(iter(scores.values())).positions
     return "\n".join(
         (
-            f"# Quality on the CPU, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Quality on the CPU, {today()}",
             "",
             f"`python -m benchmarks.cpu_quality`, {checkpoint.name}, {positions} positions of English, Python "
             f"{platform.python_version()}, torch {torch.__version__}. Read perplexities that differ by less than 1 % as equal.",

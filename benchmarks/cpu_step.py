@@ -15,7 +15,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.runner import Batch
 
+from benchmarks.tables import keep, today
 from tests.unit.cpu.small_models import make_batch, random_tensors, random_tokens, scattered_tables, small_config
 
-RESULTS = Path(__file__).parent / "results"
 NUM_BLOCKS = 1152
 MAX_MODEL_LEN = 2048
 SMOLLM2: dict[str, Any] = {
@@ -71,8 +70,7 @@ def main() -> None:
     batches = {name: _batch(config, *step) for name, step in STEPS.items()}
     times_ms, rate = _measure(ways, batches, arguments.rounds)
     table = _table(config, times_ms, rate, arguments.threads)
-    print(table)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-cpu-step.md").write_text(table, encoding="utf-8")
+    keep("cpu-step", table)
 
 
 def _ways(config: ModelConfig, threads: int, with_torch: bool) -> dict[str, Forward]:
@@ -137,7 +135,7 @@ def _table(config: ModelConfig, times_ms: dict[str, list[float]], rate: float, t
     ]
     return "\n".join(
         (
-            f"# A step on the CPU, {datetime.now(UTC):%Y-%m-%d}",
+            f"# A step on the CPU, {today()}",
             "",
             f"`python -m benchmarks.cpu_step`, {threads} threads ({_processor()}), torch {torch.__version__}, load "
             f"{os.getloadavg()[0]:.1f} at the end; memory read at {rate / 1e9:.1f} GB/s. Milliseconds, least of the rounds.",

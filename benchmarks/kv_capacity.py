@@ -12,8 +12,6 @@ import argparse
 import os
 import random
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 
 from tokenmill_executor.attention.quantization import KV_CACHE_DTYPES
 from tokenmill_executor.engine import Engine
@@ -23,7 +21,7 @@ from tokenmill_executor.runner import SamplingParams
 from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.tables import keep, today
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +48,7 @@ def main() -> None:
     configure_logs("console", "error")
     rows = [_measure(name, options) for name in KV_CACHE_DTYPES]
     report = _table(rows, options)
-    print(report)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-kv-capacity.md").write_text(report, encoding="utf-8")
+    keep("kv-capacity", report)
 
 
 def _measure(name: str, options: argparse.Namespace) -> Row:
@@ -80,7 +77,7 @@ def _table(rows: list[Row], options: argparse.Namespace) -> str:
     settings = f"{options.model}, {options.memory} for the cache, sequences of {options.length} tokens"
     return "\n".join(
         [
-            f"# Capacity of the KV cache by its type, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Capacity of the KV cache by its type, {today()}",
             "",
             f"`python -m benchmarks.kv_capacity`: {settings}.",
             "",

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 from psycopg import sql
@@ -33,6 +32,7 @@ from tokenmill_scheduler.ledger.sql import SqlLedger, open_ledger
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_service.collector import keep_collector_off_the_hot_path
 
+from benchmarks.tables import keep, today
 from tests.fakes.postgres import PostgresServer, postgres_server
 
 STREAMS = 256
@@ -41,7 +41,6 @@ SUBMITTERS = 128
 # Of 16 MB: those of 1 GB.
 LOG_FILES = 64
 FSYNC_INTERVAL_S = 0.02
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass
@@ -257,7 +256,7 @@ def table(results: list[Measured], repeat: int, seconds: float) -> str:
 
     return "\n".join(
         [
-            f"# Ledger, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Ledger, {today()}",
             "",
             f"`python -m benchmarks.ledger`, medians of {repeat}, {seconds:g} s a figure, {os.cpu_count()} cores "
             f"({platform.machine()}), Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Durable "
@@ -288,9 +287,7 @@ def main() -> None:
         runs = [[measure(url, name, Path(folder), arguments.seconds) for url, name in chosen] for _ in range(arguments.repeat)]
     results = [middle(of_one) for of_one in zip(*runs, strict=True)]
     report = table(results, arguments.repeat, arguments.seconds)
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-ledger.md").write_text(report)
+    keep("ledger", report)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import patch
@@ -38,9 +37,9 @@ from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.tally import MOST, Tally
 from tokenmill_service.histogram import SECONDS
 
+from benchmarks.tables import table_path, today
 from tests.fakes.shell import PlayedExecutor, request
 
-_RESULTS = Path(__file__).parent / "results"
 _BAR = 0.03
 _WARM_UP = 30
 # Results come no faster than a fast model makes them, so that each is committed by itself, which is the dearer way.
@@ -163,7 +162,7 @@ def _no_text(model: str) -> NoReturn:
 
 def _markdown(running: int, loads: dict[str, Measured]) -> str:
     lines = [
-        f"# Metrics' share of the loop, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Metrics' share of the loop, {today()}",
         "",
         f"{running} running; Python {platform.python_version()}, {platform.machine()}, {platform.system()}.",
         f"Bar: ≤ {_BAR:.0%} of a step.",
@@ -183,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--output", type=Path, default=_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-metrics.md")
+    parser.add_argument("--output", type=Path, default=table_path("metrics"))
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     loads = {

@@ -15,7 +15,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_executor.blocks import BlockPool
@@ -23,7 +22,8 @@ from tokenmill_executor.host_tier import HostTier
 from tokenmill_workloads.arrivals import Arrival
 from tokenmill_workloads.traces import read_trace
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.tables import keep, today
+
 BLOCK_SIZE = 512
 DEVICE_TOKENS = (0.5e6, 1e6, 2e6, 4e6, 8e6, 16e6, 32e6)
 HOST_FACTORS = (0, 2, 8)
@@ -100,7 +100,7 @@ def report(trace: Sequence[Arrival], name: str, device_tokens: Sequence[float], 
     started_s = time.perf_counter()
     best = best_possible(trace)
     lines = [
-        f"# Prefix cache on {name}, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Prefix cache on {name}, {today()}",
         "",
         f"`python -m benchmarks.mooncake`: {len(trace)} requests, {best.prompt / 1e6:.0f} million prompt tokens, blocks of "
         f"{BLOCK_SIZE}. A cache that never forgets hits {best.rate:.1%} of the prompt tokens. Each cell: hit rate, its share of "
@@ -134,9 +134,7 @@ def main() -> None:
     if min(options.device_tokens) < longest + BLOCK_SIZE:
         parser.error(f"--device-tokens: the longest request has {longest} tokens")
     text = report(trace, options.trace.name, options.device_tokens, options.host_factors)
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-mooncake.md").write_text(text)
+    keep("mooncake", text)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,9 @@ from tokenmill_client import AsyncClient, Lane, Output, RequestState
 from tokenmill_client.errors import ResourceExhausted
 from tokenmill_client.records import RequestInfo
 
+from benchmarks.tables import table_path, today
 from tests.fakes.processes import Processes
 
-_RESULTS = Path(__file__).parent / "results"
 PROMPT = [40, 50]
 # A real-time request after each four and before each five others, and so on: every lane's arrivals are spread evenly.
 _TENTH = [Lane.STANDARD, Lane.BATCH, Lane.STANDARD, Lane.STANDARD, Lane.REAL_TIME]
@@ -135,7 +135,7 @@ async def _watch(client: AsyncClient, run: Run, over: asyncio.Event) -> None:
 
 def table(load: Load, runs: dict[str, Run], target_s: float, queue_delay_s: float) -> str:
     lines = [
-        f"# Overload, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Overload, {today()}",
         "",
         f"{load.times:g} × the capacity of {load.capacity:g} requests a second for {load.seconds:g} s, then nothing "
         f"({load.slots} sequences, steps of {load.step_ms} ms, {load.tokens} tokens a request; simulated executor). Target for the "
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--times", type=float, default=3.0, help="arrivals over capacity")
-    parser.add_argument("--output", type=Path, default=_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-overload.md")
+    parser.add_argument("--output", type=Path, default=table_path("overload"))
     options = parser.parse_args()
     load, target_s, delay_s = Load(options.seconds, options.times), 1.0, 2.0
     flags = ("--ttft-target", f"{target_s}", "--overload-queue-delay", f"{delay_s}")

@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_executor.engine import Engine
@@ -28,7 +27,8 @@ from tokenmill_executor.runner import SamplingParams
 from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.tables import keep, today
+
 TOKEN_BUDGET = 512
 OWN_TOKENS = 16
 NEW_TOKENS = 32
@@ -94,7 +94,7 @@ def table(model: str, options: argparse.Namespace, on: Sequence[Run], off: Seque
     faster = statistics.median(o.wall_s for o in off) / statistics.median(o.wall_s for o in on)
     return "\n".join(
         [
-            f"# Shared prefix, cache on and off, {model}, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Shared prefix, cache on and off, {model}, {today()}",
             "",
             f"`python -m benchmarks.prefix`: {options.requests} requests, {options.prefix} tokens shared, {OWN_TOKENS} of their "
             f"own, {NEW_TOKENS} output tokens; medians of {options.repeat}; {os.cpu_count()} cores ({platform.machine()}), load "
@@ -132,9 +132,7 @@ def main() -> None:
         runs[caching].append(serve(engine, prompts, first_id=2))
     assert len({str(run.outputs) for both in runs.values() for run in both}) == 1, "the tokens differ"
     report = table(Path(options.model).stem, options, runs[True], runs[False])
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-prefix-{Path(options.model).stem}.md").write_text(report)
+    keep(f"prefix-{Path(options.model).stem}", report)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from tokenmill_client import AsyncClient, AsyncStream
 from tokenmill_service.logs import configure_logs
 
 from benchmarks.cpu_time import CpuTime
+from benchmarks.tables import keep, today
 from tests.fakes.postgres import postgres_server
 from tests.fakes.processes import Processes, ServiceProcess, wait_serving
 
-RESULTS = Path(__file__).parent / "results"
 BAR_S = 2.0
 MAX_TOKENS = 7_000
 PROMPT_TOKENS = 50
@@ -174,7 +174,7 @@ def table(results: dict[str, Figures], model: str, rounds: int, streams: int) ->
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(
         [
-            f"# Restart of a killed scheduler, {model}, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Restart of a killed scheduler, {model}, {today()}",
             "",
             f"`python -m benchmarks.restart`, {rounds} kills with {streams} open streams on each database, {os.cpu_count()} cores "
             f"({platform.machine()}), Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end{ahead}.",
@@ -201,9 +201,7 @@ def main() -> None:
     results = {dialect: run(dialect, arguments.model, arguments.rounds, arguments.streams, executor_flags) for dialect in dialects}
     name = Path(arguments.model).stem
     report = table(results, name, arguments.rounds, arguments.streams)
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-restart-{name}.md").write_text(report)
+    keep(f"restart-{name}", report)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,8 @@ from tokenmill_executor.runner import SamplingInput, SamplingParams
 from tokenmill_executor.sampling import Sampler
 from tokenmill_executor.sampling.kernels import SamplingKernels
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.tables import keep, today
+
 VOCAB_SIZE = 49_152
 ROWS = (1, 8, 32)
 PARAMS: dict[str, dict[str, Any]] = {
@@ -46,8 +45,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     ways = {"torch": Sampler((0,)), "C++": Sampler((0,), SamplingKernels(arguments.threads))}
     table = _table(_measure(ways, arguments.rounds), arguments.threads)
-    print(table)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-sampling.md").write_text(table, encoding="utf-8")
+    keep("sampling", table)
 
 
 @torch.inference_mode()
@@ -91,7 +89,7 @@ def _table(times_ms: Times, threads: int) -> str:
     ]
     return "\n".join(
         (
-            f"# Choosing the tokens of a step on the CPU, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Choosing the tokens of a step on the CPU, {today()}",
             "",
             f"`python -m benchmarks.sampling`, threads {threads}, vocabulary {VOCAB_SIZE:,}, torch {torch.__version__}, load "
             f"{os.getloadavg()[0]:.1f} at the end. Milliseconds, least of the rounds: torch → C++ kernels.",

@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_scheduler.core.effects import PlanIssued
@@ -27,7 +26,8 @@ from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.core.request import Lane, Request, Sampling
 from tokenmill_scheduler.core.scheduler import Scheduler, SchedulerConfig
 
-_RESULTS = Path(__file__).parent / "results"
+from benchmarks.tables import table_path, today
+
 _BLOCKS = Blocks(900_000, 0, 100_000)
 _BAR_MS = 1.0
 # With lpm, of the 64 tokens of each prompt.
@@ -152,7 +152,7 @@ def _events(running: int, waiting: int, count: int) -> list[Row]:
 def _markdown(rows: list[Row], running: int, waiting: int) -> str:
     worst = max(row.p50_ms for row in rows)
     lines = [
-        f"# Scheduler's own time a step, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Scheduler's own time a step, {today()}",
         "",
         f"{running} running, {waiting} waiting; Python {platform.python_version()}, {platform.machine()}, {platform.system()}.",
         f"Bar: ≤ {_BAR_MS} ms median; {'met' if worst <= _BAR_MS else 'missed'}.",
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=2_000)
-    parser.add_argument("--output", type=Path, default=_RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-scheduler-step.md")
+    parser.add_argument("--output", type=Path, default=table_path("scheduler-step"))
     options = parser.parse_args()
     gc.freeze()
     rows = [

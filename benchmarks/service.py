@@ -22,7 +22,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill.admin.v1 import admin_pb2
@@ -35,10 +34,10 @@ from tokenmill_service.logs import configure_logs
 
 from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job
 from benchmarks.cpu_time import CpuTime, wait_idle
+from benchmarks.tables import keep, today
 from tests.fakes.calls import Caller, Stream
 from tests.fakes.processes import Processes, wait_serving
 
-RESULTS = Path(__file__).parent / "results"
 REQUESTS_PER_SLOT = 2.5
 PROCESSES = ("executor", "scheduler", "client")
 # The cost model of a small model on a CPU.
@@ -164,7 +163,7 @@ def compare(slots: int, repeat: int, executor_flags: Sequence[str]) -> Compared:
 def table(model: str, compared: Sequence[Compared], repeat: int) -> str:
     return "\n".join(
         [
-            f"# Service against bare executor, {model}, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Service against bare executor, {model}, {today()}",
             "",
             f"`python -m benchmarks.service`, medians of {repeat}, {os.cpu_count()} cores ({platform.machine()}), "
             f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end.",
@@ -196,9 +195,7 @@ def main() -> None:
     compared = [compare(slots, arguments.repeat, flags) for slots in arguments.slots or (8, 64)]
     name = Path(arguments.model).stem
     report = table(name, compared, arguments.repeat)
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-service-{name}.md").write_text(report)
+    keep(f"service-{name}", report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -29,9 +28,9 @@ from tokenmill_client import Client
 from tokenmill_executor.model.tensors import LazyTensors
 from tokenmill_executor.model.weights import load_checkpoint
 
+from benchmarks.tables import keep, today
 from tests.fakes.models import smollm2_path
 
-RESULTS = Path(__file__).parent / "results"
 # Flags, and bytes a parameter.
 PRECISIONS = {
     "bf16": (("--dtype", "bfloat16"), 2.0),
@@ -141,9 +140,7 @@ def main() -> None:
         rows.append(f"| {' | '.join(cells)} |")
         print(rows[-1], file=sys.stderr)
     report = _report(Path(options.model).stem, options.repeat, libraries, rows)
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-startup-{Path(options.model).stem}.md").write_text(report)
+    keep(f"startup-{Path(options.model).stem}", report)
 
 
 def _report(model: str, repeat: int, libraries: int, rows: list[str]) -> str:
@@ -152,7 +149,7 @@ def _report(model: str, repeat: int, libraries: int, rows: list[str]) -> str:
     head = ["", started, *memory]
     return "\n".join(
         [
-            f"# Start-up, {model}, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Start-up, {model}, {today()}",
             "",
             f"`python -m benchmarks.startup`, medians of {repeat}; {os.cpu_count()} cores ({platform.machine()}), Python "
             f"{platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Libraries: "

@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
@@ -29,7 +28,8 @@ from tokenmill_executor.runner import SamplingParams
 from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.tables import keep, today
+
 TOKEN_BUDGET = 512
 HOST_GIB = 2
 PARAMS = SamplingParams(max_tokens=8, seed=0, temperature=0.0, ignore_eos=True)
@@ -116,7 +116,7 @@ def main() -> None:
     configure_logs("console", "error")
     flags = ["--model", options.model, "--dtype", "bfloat16", *flags]
     lines = [
-        f"# Preempted, then resumed: recomputed or swapped, {Path(options.model).stem}, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Preempted, then resumed: recomputed or swapped, {Path(options.model).stem}, {today()}",
         "",
         f"`python -m benchmarks.swap`: milliseconds to the next token, medians of {options.repeat}; the same tokens both ways. "
         f"{os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the start.",
@@ -126,9 +126,7 @@ def main() -> None:
     ]
     lines += [row(length, *measure(flags, length, options.repeat)) for length in options.contexts]
     report = "\n".join([*lines, ""])
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-swap-{Path(options.model).stem}.md").write_text(report)
+    keep(f"swap-{Path(options.model).stem}", report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import random
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.chaos.faults import KINDS, draw
@@ -21,8 +20,7 @@ from benchmarks.chaos.report import report, told
 from benchmarks.chaos.run import Options, Outcome, run
 from benchmarks.chaos.sent import Book
 from benchmarks.chaos.system import System
-
-RESULTS = Path(__file__).parent.parent / "results"
+from benchmarks.tables import keep
 
 
 def main() -> int:
@@ -32,9 +30,7 @@ def main() -> int:
     for database in databases:
         outcomes = [_one(database, arguments.seed + number, arguments) for number in range(arguments.runs)]
         table = report(outcomes)
-        print(table)
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-chaos-{database}.md").write_text(table)
+        keep(f"chaos-{database}", table)
         failed = failed or any(outcome.violations for outcome in outcomes)
     return int(failed)
 

@@ -7,11 +7,11 @@ import platform
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 
 from benchmarks.chaos.audit import count_by_kind
 from benchmarks.chaos.faults import KINDS, Kind
 from benchmarks.chaos.run import Outcome, Waits, left_quiet, next_token_waits
+from benchmarks.tables import today
 
 # What must be 0, and what it means.
 VIOLATIONS = {
@@ -36,7 +36,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
     minutes = sum(outcome.wall_s for outcome in outcomes) / 60
     return "\n".join(
         [
-            f"# Chaos on {options.database}, {datetime.now(UTC):%Y-%m-%d}",
+            f"# Chaos on {options.database}, {today()}",
             "",
             f"`python -m benchmarks.chaos --database {options.database}`, {minutes:.1f} minutes, seeds {seeds}, "
             f"{options.streams} clients; {os.cpu_count()} cores ({platform.machine()}), "

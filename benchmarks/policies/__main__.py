@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_simulator.presets import preset
 
 from benchmarks.policies.bursts import CPU, bursts
 from benchmarks.policies.traces import CACHING, PLAIN, trace
-
-_RESULTS = Path(__file__).parent.parent / "results"
+from benchmarks.tables import table_path, today
 
 
 def main() -> None:
@@ -27,12 +25,12 @@ def main() -> None:
     options = parser.parse_args()
     started_s = time.process_time()
     parts = [bursts(name) for name in (PLAIN.preset, CPU)]
-    file, text = _RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-policies.md", ""
+    text = ""
     for part in (None, *options.traces):
         # After each, for a run of minutes may be cut short.
         parts += [] if part is None else [trace(*part)]
         text = "\n".join([_heading(time.process_time() - started_s), *parts])
-        file.write_text(text, encoding="utf-8")
+        table_path("policies").write_text(text, encoding="utf-8")
     print(text)
 
 
@@ -44,7 +42,7 @@ def _part(word: str) -> tuple[Path, int | None]:
 def _heading(cpu_s: float) -> str:
     plain, caching = (preset(fleet.preset) for fleet in (PLAIN, CACHING))
     return f"""\
-# Batching modes and policies, simulated, {datetime.now(UTC):%Y-%m-%d}
+# Batching modes and policies, simulated, {today()}
 
 `python -m benchmarks.policies TRACE…`, {cpu_s:.0f} s of CPU. The scheduler's core against model executors under a virtual clock.
 {plain.name}: {plain.about};

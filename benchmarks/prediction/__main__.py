@@ -22,7 +22,6 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_cli.bench.session import scheduler as connected
@@ -37,9 +36,9 @@ from benchmarks.prediction import outcomes
 from benchmarks.prediction.foretelling import Recorded
 from benchmarks.prediction.measuring import CALIBRATING, SEED, WARM_UP, WARMING_UP, Measurer
 from benchmarks.prediction.outcomes import Medians, Outcome, by_request
+from benchmarks.tables import keep, today
 from tests.fakes.processes import Processes, wait_serving
 
-RESULTS = Path(__file__).parent.parent / "results"
 SLOTS = 8
 LOAD = 0.7
 # The journal's writer looks every 0.1 s.
@@ -124,7 +123,7 @@ def table(model: str, recorded: Recorded) -> str:
     calibrations = [place for place, phase in enumerate(recorded.phases) if phase.name == CALIBRATING]
     in_words = _in_words(recorded.fit(calibrations), recorded.machines(calibrations))
     lines = [
-        f"# Simulator against the real executor, {model}, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Simulator against the real executor, {model}, {today()}",
         "",
         f"`python -m benchmarks.prediction`; {os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[0]:.1f} at the "
         f"end; {SLOTS} slots. {in_words} Foretold / measured (bar: within 10 %); latencies are medians, and where a load was run "
@@ -192,9 +191,7 @@ def main() -> None:
     configure_logs("console", "warning")
     name = Path(options.model).stem
     report = table(name, record(options, executor_flags))
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-prediction-{name}.md").write_text(report)
+    keep(f"prediction-{name}", report)
 
 
 if __name__ == "__main__":

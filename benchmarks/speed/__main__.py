@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenmill_service.logs import configure_logs
@@ -23,8 +22,7 @@ from benchmarks.speed.measure import measure
 from benchmarks.speed.peers import PEERS, measure_peer
 from benchmarks.speed.table import table
 from benchmarks.speed.workloads import PRECISIONS, WORKLOADS
-
-RESULTS = Path(__file__).parents[1] / "results"
+from benchmarks.tables import keep, table_path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,12 +56,9 @@ def main() -> None:
             print(peers[-1], file=sys.stderr)
     name = Path(options.model).stem
     report = table(name, options.repeat, options.length_scale, measured, peers)
-    print(report)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-speed-{name}.md"
-    path.write_text(report)
+    keep(f"speed-{name}", report)
     raw = {"measured": [asdict(one) for one in measured], "peers": [asdict(peer) for peer in peers]}
-    path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+    table_path(f"speed-{name}").with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
 
 
 if __name__ == "__main__":

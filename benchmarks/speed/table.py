@@ -6,18 +6,18 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from statistics import median
 
 from benchmarks.speed.peers import PeerMeasured
 from benchmarks.speed.workloads import Measured, Run
+from benchmarks.tables import today
 
 
 def table(model: str, repeat: int, length_scale: float, measured: Sequence[Measured], peers: Sequence[PeerMeasured]) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     scale = "" if length_scale == 1.0 else f" All lengths times {length_scale:g}: the bars do not count."
     lines = [
-        f"# Speed, {model}, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Speed, {model}, {today()}",
         "",
         f"`python -m benchmarks.speed` at {commit}, medians of {repeat}; {os.cpu_count()} cores ({platform.machine()}), Python "
         f"{platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Through gRPC, the client included. Tokens/s are "

@@ -1,0 +1,22 @@
+"""Where tables are kept, by the day on which they were measured. Must not know: what is in them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def today() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def table_path(name: str) -> Path:
+    return _RESULTS / f"{today()}-{name}.md"
+
+
+def keep(name: str, table: str) -> None:
+    """Shows it, and writes it in place of the one that was measured before on the same day."""
+    print(table)
+    table_path(name).write_text(table, encoding="utf-8")
