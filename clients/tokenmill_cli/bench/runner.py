@@ -131,7 +131,7 @@ async def run_workload(target: Target, workload: Workload, on_progress: Callable
     tally = Tally()
     over = asyncio.Event()
     cpu_s, start_s = time.process_time(), time.perf_counter()
-    sampler = asyncio.create_task(_sample(target, tally, start_s, on_progress, over))
+    sampler = asyncio.create_task(_sample(target, before, tally, start_s, on_progress, over))
     try:
         async with asyncio.TaskGroup() as group:
             tasks: dict[int, asyncio.Task[RequestTiming | None]] = {}
@@ -187,15 +187,19 @@ async def _run_one(
     return RequestTiming(len(prompt), sent_s, time.perf_counter() - start_s, tuple(times_s), tuple(counts))
 
 
-async def _sample(target: Target, tally: Tally, start_s: float, on_progress: Callable[[Tally], None], over: asyncio.Event) -> None:
-    while not over.is_set():
-        if (load := await target.load()) is None:
-            return
+async def _sample(
+    target: Target, load: Load | None, tally: Tally, start_s: float, on_progress: Callable[[Tally], None], over: asyncio.Event
+) -> None:
+    """Begins with what the `load` was just before: to ask again would be in the way of the first requests."""
+    while load is not None:
         tally.running = load.num_requests_running
         tally.samples.append((time.perf_counter() - start_s, tally.running))
         on_progress(tally)
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), _SAMPLE_INTERVAL_S)
+        if over.is_set():
+            return
+        load = await target.load()
 
 
 def _batch_occupancy(before: Load, after: Load) -> float:
