@@ -85,7 +85,9 @@ class EngineThread:
         Both are called on the engine's thread.
         """
         arrived_s = time.perf_counter()
-        answer = self.run(lambda: self._carry_out(plan, wanted, began, arrived_s), cuts=not plan.after_all_steps)
+        # With no plan ahead whose steps it could wait for, what is under way is less urgent.
+        cuts = not plan.after_all_steps or self.metrics.plans_queued == 0
+        answer = self.run(lambda: self._carry_out(plan, wanted, began, arrived_s), cuts)
         self.metrics.plans_queued += 1
         self._plans_begun += 1
         answer.add_done_callback(self._answered)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
+import pytest
 from structlog.testing import capture_logs
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.engine_thread import EngineThread
@@ -83,15 +85,15 @@ class Unpopulated(OracleRunner):
         return True
 
 
-async def test_memory_is_populated_while_there_is_no_plan_and_a_plan_waits_for_one_piece() -> None:
+@pytest.mark.parametrize("after_all_steps", [False, True])
+async def test_memory_is_populated_while_there_is_no_plan_and_a_plan_waits_for_one_piece(after_all_steps: bool) -> None:
     runner = Unpopulated()
     thread = EngineThread()
     await thread.load(lambda: Engine(runner, 8, 4, 8))
     assert await asyncio.to_thread(runner.begun.wait, 30)
     pieces_before: list[int] = []
-    answer = thread.carry_out(
-        Plan(1, 1, (), [admission(1, [1] * 9)], [1], [9]), lambda: True, lambda _: pieces_before.append(runner.pieces)
-    )
+    plan = replace(Plan(1, 1, (), [admission(1, [1] * 9)], [1], [9]), after_all_steps=after_all_steps)
+    answer = thread.carry_out(plan, lambda: True, lambda _: pieces_before.append(runner.pieces))
     runner.allowed.set()
     assert await answer is not None
     assert pieces_before == [2]
