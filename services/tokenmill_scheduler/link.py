@@ -163,8 +163,11 @@ class ExecutorLink:
                 raise SessionLost(describe_error(error)) from None
             epoch = await self._owner.next_epoch(self, facts)
             session = Session(stub, epoch, facts, self._limits)
-            standing = await session.greet()
-            await self._serve(session, facts, standing)
+            try:
+                standing = await session.greet()
+                await self._serve(session, facts, standing)
+            finally:
+                session.end()
 
     def _open_channel(self) -> grpc.aio.Channel:
         if self._tls is None or self.address.startswith("unix:"):

@@ -51,7 +51,7 @@ class Session:
         self._posted.set()
         self._call = stub.Run(self._requests())
         self._plans_out: deque[Plan] = deque()
-        self._leaving = False
+        self._leaving = self._over = False
         self._heard_s = self._waiting_since_s = _now()
 
     async def greet(self) -> wire.Standing:
@@ -94,17 +94,22 @@ class Session:
             for task in done:
                 task.result()
         finally:
-            self._call.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self) -> None:
+        """Whatever has ended it: nothing more goes out. gRPC goes on asking for requests when a call is over, so those end, too."""
+        self._call.cancel()
+        self._over = True
+        self._posted.set()
 
     def _post(self, message: pb.RunRequest) -> None:
         self._outbox.append(message)
         self._posted.set()
 
     async def _requests(self) -> AsyncIterator[pb.RunRequest]:
-        while True:
+        while not self._over:
             await self._posted.wait()
             self._posted.clear()
             while self._outbox:

@@ -333,6 +333,21 @@ async def test_a_link_connects_again_with_a_new_epoch_and_says_goodbye() -> None
     ]
 
 
+async def test_nothing_of_a_lost_session_goes_on() -> None:
+    """gRPC's own task that asks for requests among it: the garbage collector would break it off, with words in the log."""
+    before = asyncio.all_tasks()
+    owner = Owner()
+    async with scripted(welcome) as (_, address):
+        link = ExecutorLink(address, owner, PATIENT, 1 << 20)
+        running = asyncio.create_task(link.run())
+        await owner.until(2)
+        link.leave()
+        await running
+    assert owner.told[:2] == ["joined x in epoch 7", "lost: the executor ended the stream"]
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
+
+
 async def fence(requests: AsyncIterator[pb.RunRequest], context: Any) -> None:
     await welcome(requests, context)
     await context.abort(grpc.StatusCode.ABORTED, "epoch 8")
