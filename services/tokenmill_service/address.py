@@ -72,7 +72,10 @@ def is_open(listen: str) -> bool:
 
 
 def write_port_file(path: Path, address: str) -> None:
-    """All at once, so that a reader never sees half of it."""
+    """All at once, so that a reader never sees half of it. Raises SettingsError when it cannot be written."""
     part = path.with_name(path.name + ".part")
-    part.write_text(address)
-    part.replace(path)
+    try:
+        part.write_text(address)
+        part.replace(path)
+    except OSError as error:
+        raise SettingsError(f"--port-file {path} cannot be written: {error.strerror}") from error

@@ -1,8 +1,8 @@
 """The schema's migrations from Python: where they are, what a database has, how to get from one to the other.
 
 All but `prepare` take a database URL and raise UnsupportedDatabase or LedgerUnavailable. `upgrade` and `downgrade` raise
-SchemaMismatch for a later release's. Alembic is imported once something is to be migrated: to find that nothing is must not
-cost every start of a scheduler a tenth of a second.
+SchemaMismatch for a later release's or another program's. Alembic is imported once something is to be migrated: to find that
+nothing is must not cost every start of a scheduler a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tokenmill_scheduler.ledger import leases
 from tokenmill_scheduler.ledger.engine import connect, driver_errors, parse_url
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable, SchemaMismatch
 from tokenmill_scheduler.ledger.lock import database_lock
+from tokenmill_scheduler.ledger.tables import metadata
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -154,6 +155,15 @@ def _refuse_if_newer(connection: Connection) -> None:
         raise _too_new(revision)
 
 
+def _refuse_if_foreign(connection: Connection) -> None:
+    """Tables of our names in a database that has no revision are somebody else's."""
+    foreign = metadata.tables.keys() & inspect(connection).get_table_names()
+    if foreign and _revision(connection) is None:
+        raise SchemaMismatch(
+            f"the database is another program's, with tables of its own ({', '.join(sorted(foreign))}): name another database"
+        )
+
+
 def _refuse_if_used(connection: Connection) -> None:
     """By the leases, which an old release's schema may not have; a SQLite file is guarded by its lock alone."""
     if connection.dialect.name == "sqlite" or not _has_leases(connection):
@@ -177,5 +187,6 @@ def _run(engine: Engine, step: Callable[[Config], None]) -> None:
     with driver_errors(), engine.begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK})
+        _refuse_if_foreign(connection)
         config.attributes["connection"] = connection
         step(config)

@@ -135,6 +135,10 @@ def test_the_port_file_holds_the_address(tmp_path: Path) -> None:
     write_port_file(tmp_path / "port", "127.0.0.1:4242")
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
     assert (tmp_path / "port").read_text() == "127.0.0.1:4242"
+    (tmp_path / "folder").mkdir()
+    for impossible in ("folder", "missing/port", "port/port"):
+        with pytest.raises(SettingsError, match=f"--port-file {tmp_path}/{impossible} cannot be written: "):
+            write_port_file(tmp_path / impossible, "127.0.0.1:4242")
 
 
 def test_host_memory_in_gib_becomes_blocks() -> None:

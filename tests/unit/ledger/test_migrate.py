@@ -220,6 +220,14 @@ def test_a_file_that_is_no_database_is_told_so(tmp_path: Path) -> None:
     assert other.read_text() == "not a database " * 100
 
 
+def test_another_programs_tables_are_left_alone(empty_url: str) -> None:
+    execute(empty_url, "CREATE TABLE requests (theirs INTEGER)")
+    for step in (open_ledger, migrate.upgrade):
+        with pytest.raises(SchemaMismatch, match=r"another program's, with tables of its own \(requests\): name another database"):
+            step(empty_url)
+    execute(empty_url, "INSERT INTO requests (theirs) VALUES (1)")
+
+
 def test_what_blocks_a_scheduler_is_not_taken_for_another_one(tmp_path: Path) -> None:
     with pytest.raises(BlockingIOError), database_lock(f"sqlite:///{tmp_path}/ledger.db"):
         raise BlockingIOError
