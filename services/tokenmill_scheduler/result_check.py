@@ -40,9 +40,9 @@ class ResultCheck:
         for admission in plan.admit:
             self._sequences[admission.sequence_id] = _Tokens.of(admission, self._description)
 
-    def check(self, plan: Plan, result: Result) -> None:
-        """`result` answers `plan`. Raises ProtocolError."""
-        trouble = self._whole(plan, result) or self._rows(result)
+    def check(self, plan: Plan, result: Result, uncut: bool = False) -> None:
+        """`result` answers `plan`; `uncut`: the one behind it is `after_all_steps`. Raises ProtocolError."""
+        trouble = self._whole(plan, result) or self._rows(result) or (_cut_short(plan, result) if uncut else "")
         if trouble:
             raise ProtocolError(f"result {result.plan_id} {trouble}")
         for sequence_id, fault in result.faults.items():
@@ -87,3 +87,13 @@ class ResultCheck:
             if finish:
                 del self._sequences[sequence_id]
         return ""
+
+
+def _cut_short(plan: Plan, result: Result) -> str:
+    """Whether a sequence could have gone on, in a plan that was to take all its steps: others may have been given its slot."""
+    if result.num_steps < plan.max_steps:
+        columns = zip(result.sequence_ids, plan.advance_max_tokens, result.num_computed, result.finishes, strict=True)
+        for sequence_id, most, num_computed, finish in columns:
+            if 0 < num_computed < most and not finish and sequence_id not in result.faults:
+                return f"took {result.num_steps} steps, and not all {plan.max_steps}"
+    return ""

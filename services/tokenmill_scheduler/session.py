@@ -136,7 +136,8 @@ class Session:
         if result.epoch != self.epoch or not self._plans_out or result.plan_id != self._plans_out[0].plan_id:
             out = f"plan {self._plans_out[0].plan_id} of epoch {self.epoch}" if self._plans_out else "no plan"
             raise wire.ProtocolError(f"plan {result.plan_id} of epoch {result.epoch} was answered where {out} is next")
-        self._result_check.check(self._plans_out.popleft(), result)
+        plan = self._plans_out.popleft()
+        self._result_check.check(plan, result, uncut=bool(self._plans_out) and self._plans_out[0].after_all_steps)
         self._waiting_since_s = self._heard_s
         return result
 

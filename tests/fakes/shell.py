@@ -108,7 +108,7 @@ class PlayedSequence:
 
 
 class PlayedExecutor:
-    """Keeps the plans it is sent and answers the oldest when told. Blocks never run short."""
+    """Keeps the plans it is sent and answers the oldest when told, after as few of its steps as it may. Blocks never run short."""
 
     address = "played:1"
 
@@ -141,8 +141,9 @@ class PlayedExecutor:
             self._sequences[admission.sequence_id] = PlayedSequence(
                 tokens, admission.num_prompt_tokens, admission.sampling.max_tokens
             )
+        steps = plan.max_steps if self.unanswered and self.unanswered[0].after_all_steps else 1
         rows = [
-            self._advance(sequence_id, most)
+            self._take_steps(sequence_id, most, steps)
             for sequence_id, most in zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True)
         ]
         return Result(
@@ -154,8 +155,18 @@ class PlayedExecutor:
             token_ids=tuple(token for _, sampled, _ in rows for token in sampled),
             finishes=tuple(finish for _, _, finish in rows),
             blocks=self._blocks(),
-            times=StepTimes(forward_us=1_000),
+            times=StepTimes(forward_us=1_000 * steps),
+            num_steps=steps,
         )
+
+    def _take_steps(self, sequence_id: int, most: int, steps: int) -> tuple[int, list[int], int]:
+        computed, sampled, finish = self._advance(sequence_id, most)
+        for _ in range(steps - 1):
+            if finish or not sampled:
+                break
+            _, further, finish = self._advance(sequence_id, 1)
+            computed, sampled = computed + 1, sampled + further
+        return computed, sampled, finish
 
     def _advance(self, sequence_id: int, most: int) -> tuple[int, list[int], int]:
         sequence = self._sequences.get(sequence_id)

@@ -6,7 +6,7 @@ and one that N+1 releases keeps them until N is done.
 
 Layers may be of several groups: a sequence then has a block of each group, one after the other, for each stretch of its positions.
 
-A plan of several steps ends early when another one waits, and else, now and then, as if one had come.
+A plan of several steps ends early when another one waits that is not `after_all_steps`; that may have come during a later step.
 
 It can cache prefixes: blocks are known by all tokens up to their end, and evicted in the order in which they were let go. A fork
 shares the full blocks of its prompt that the other sequence has, by the time it is first advanced.
@@ -28,7 +28,7 @@ NONE, STOP, LENGTH = 0, 1, 2
 @dataclass
 class _Sequence:
     """`launched` tokens are computed once every prepared step is done; `sampling` steps of those sample. `ready` were launched
-    before the step that is being prepared."""
+    before the step that is being prepared. `refused`: a step that had no block for it may have been its last."""
 
     tokens: list[int]
     admission: Admission
@@ -39,9 +39,15 @@ class _Sequence:
     blocks: list[int] = field(default_factory=list)
     finished: bool = False
     released: bool = False
+    refused: bool = False
 
     def most_tokens(self, max_model_len: int) -> int:
         return min(self.admission.num_prompt_tokens + self.admission.sampling.max_tokens, max_model_len)
+
+    @property
+    def known(self) -> int:
+        """Once every step that is launched is done."""
+        return len(self.tokens) + self.sampling
 
     @property
     def num_output(self) -> int:
@@ -110,13 +116,14 @@ class Died(Exception):
 class ModelExecutor:
     """`send` queues a plan, `step` carries out the oldest and returns its result.
 
-    `inject` makes the next advance of the sequences of these seeds fail. `poison` has for a seed the position that kills the
-    executor when it is computed: `step` raises Died. `ran_out` counts real lacks of a block, which an honest forecast prevents,
-    `forked` the blocks that forks have shared.
+    `slots`: so many sequences may be on their way at once. `inject` makes the next advance of the sequences of these seeds fail.
+    `poison` has for a seed the position that kills the executor when it is computed: `step` raises Died. `ran_out` counts real
+    lacks of a block, which an honest forecast prevents, `forked` the blocks that forks have shared.
     """
 
-    def __init__(self, description: ExecutorDescription, overlap: bool = False) -> None:
+    def __init__(self, description: ExecutorDescription, overlap: bool = False, slots: int | None = None) -> None:
         self.description = description
+        self.slots = slots or description.max_num_seqs
         self.overlap = overlap
         self.inject: dict[int, SequenceFault] = {}
         self.poison: dict[int, int] = {}
@@ -163,19 +170,21 @@ class ModelExecutor:
 
     def step(self) -> Result:
         step = self._prepared or self._prepare(self._queued.popleft())
-        self._prepared = self._prepare(self._queued.popleft()) if self.overlap and self._queued else None
+        most_steps = self._most_steps(step.plan)
+        # The next plan is prepared during the last step.
+        self._prepared = self._prepare(self._queued.popleft()) if self.overlap and self._queued and most_steps == 1 else None
         columns = _Columns.of(step)
         self._compute(step.rows, columns)
-        while columns.steps < self._most_steps(step.plan) and any(rows := self._go_on(step, columns)):
+        while columns.steps < most_steps and any(rows := self._go_on(step, columns)):
             self._compute(rows, columns)
         dropped, stored = self.pool.changes()
         return columns.result(step, self._report(), dropped, stored)
 
     def _most_steps(self, plan: Plan) -> int:
-        """Every third plan has time for all it may do."""
-        if self._queued or self._prepared:
-            return 1
-        return plan.max_steps if plan.plan_id % 3 == 0 else 1 + plan.plan_id % plan.max_steps
+        """All there are, unless another plan waits: that came during the first, or every third time during any other."""
+        if not self._queued or self._queued[0].after_all_steps:
+            return plan.max_steps
+        return 1 if self.overlap or plan.plan_id % 3 else 1 + plan.plan_id // 3 % plan.max_steps
 
     def _go_on(self, step: _Step, columns: _Columns) -> list[_Row | None]:
         """One token more for those that sampled last and may still be advanced."""
@@ -191,6 +200,7 @@ class ModelExecutor:
             sequence.ready = sequence.launched
         for admission in plan.admit:
             self._admit(admission)
+        self._check_slots()
         faults: dict[int, Fault] = {}
         rows = [self._launch(i, n, faults) for i, n in zip(plan.advance_sequence_ids, plan.advance_max_tokens, strict=True)]
         return _Step(plan, rows, faults, before - self.pool.available)
@@ -204,13 +214,19 @@ class ModelExecutor:
         assert len(prior) < admission.sampling.max_tokens, "admitted with nothing left to do"
         self._sequences[admission.sequence_id] = _Sequence(list(admission.token_ids), admission)
 
+    def _check_slots(self) -> None:
+        """Whoever is not at its end once the steps that were launched are done has a slot in the next one."""
+        most = self.description.max_model_len
+        there = [s for s in self._sequences.values() if not (s.finished or s.released or s.refused)]
+        assert sum(s.known < s.most_tokens(most) for s in there) <= self.slots, "more sequences than slots"
+
     def _launch(self, sequence_id: int, most: int, faults: dict[int, Fault]) -> _Row | None:
         assert sequence_id in self._admitted, "advanced before it was admitted"
         assert sequence_id not in self._released, "advanced after it was released"
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.finished:
             return None
-        known = len(sequence.tokens) + sequence.sampling
+        known = sequence.known
         if known >= sequence.most_tokens(self.description.max_model_len):
             # The steps launched bring it to its length: that much is known before they are over.
             return None
@@ -223,7 +239,8 @@ class ModelExecutor:
             faults[sequence_id] = Fault(fault, "from the model executor")
             self.pool.let_go(hits)
             del sequence.blocks[len(sequence.blocks) - len(hits) :]
-            if fault is not SequenceFault.NO_BLOCKS:
+            sequence.refused = fault is SequenceFault.NO_BLOCKS
+            if not sequence.refused:
                 self._let_go(sequence_id, finished=True)
             return None
         if before <= self.poison.get(sequence.admission.sampling.seed, -1) < start + count:

@@ -116,7 +116,7 @@ class World:
         # How often a request has killed an executor.
         self.kills: dict[str, int] = {}
         for executor in executors:
-            self.executors[executor.name] = ModelExecutor(executor, overlap)
+            self.executors[executor.name] = ModelExecutor(executor, overlap, min(self.config.max_num_seqs, executor.max_num_seqs))
             self.arriving[executor.name] = deque()
             self._join(executor.name)
 

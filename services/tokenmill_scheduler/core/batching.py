@@ -33,7 +33,7 @@ class Continuous:
     displaces = True
 
     def open_slots(self, executor: ExecutorState, queue: WaitingQueue, now_s: float) -> int:
-        return executor.max_num_seqs - executor.slots_taken
+        return executor.open_slots
 
     def wakeup_s(self, executor: ExecutorState, queue: WaitingQueue) -> float | None:
         return None
@@ -59,7 +59,7 @@ class Static:
         # Also when a batch has room left over: those it could not take in, as too many choices at once, have to begin another.
         if not executor.running and self._starts(executor, queue, now_s):
             executor.batch_room = min(len(queue), executor.max_num_seqs)
-        return min(executor.batch_room, executor.max_num_seqs - executor.slots_taken)
+        return min(executor.batch_room, executor.open_slots)
 
     def wakeup_s(self, executor: ExecutorState, queue: WaitingQueue) -> float | None:
         oldest_s = queue.oldest_arrival_s

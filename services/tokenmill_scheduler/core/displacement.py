@@ -42,7 +42,7 @@ class Displacement:
         if not self._batching.displaces or not self._anybody_outranks(executor, queue):
             return
         slots = self._batching.open_slots(executor, queue, now_s)
-        budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.certain_to_end)
+        budget = executor.max_num_batched_tokens - sum(s.remaining for s in executor.running.values() if not s.exhausted)
         blocks = self._room.blocks_free(executor)
         lineup = self._admitter.lineup(executor, queue, now_s)
         quotas = QuotaCheck(self._roster.quotas, now_s)
@@ -112,7 +112,7 @@ def _outranked(live: LiveRequest, executor: ExecutorState, queue: WaitingQueue) 
 
 
 def _candidates(executor: ExecutorState) -> list[Sequence]:
-    return [sequence for sequence in executor.running.values() if not sequence.certain_to_end]
+    return [sequence for sequence in executor.running.values() if not sequence.exhausted]
 
 
 def _place(sequence: Sequence, queue: WaitingQueue) -> tuple[float, ...]:

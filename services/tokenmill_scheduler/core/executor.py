@@ -74,8 +74,25 @@ class ExecutorState:
 
     @property
     def slots_taken(self) -> int:
-        """A sequence that the plans out are certain to end takes part in no further step: its slot is free already (C36)."""
-        return sum(not sequence.certain_to_end for sequence in self.running.values())
+        """A sequence that the plans out end takes part in no further step: its slot can be planned with already (C36)."""
+        return sum(not sequence.exhausted for sequence in self.running.values())
+
+    @property
+    def open_slots(self) -> int:
+        """Slots to admit to. Behind a plan of several steps the slots of nobody come first: who takes one waits for the step in
+        progress only, who takes one that a sequence has until the plan ends it, for all of them."""
+        nobodys = self.max_num_seqs - len(self.running)
+        return nobodys if nobodys > 0 and self._may_be_cut else self.max_num_seqs - self.slots_taken
+
+    @property
+    def needs_all_steps(self) -> bool:
+        """Whether more run than there are slots, until the plan ahead has ended some: it must not be cut short before."""
+        return self._may_be_cut and len(self.running) > self.max_num_seqs
+
+    @property
+    def _may_be_cut(self) -> bool:
+        """Whether the plan ahead of the next one is of several steps: the only one out, so that who is exhausted is so by it."""
+        return bool(self.plans_out) and self.plans_out[-1].plan.max_steps > 1
 
     def executing(self) -> list[Sequence]:
         """Running sequences in the batch that is carried out now, so never more than slots: who is admitted by a plan behind that,
@@ -92,15 +109,15 @@ class ExecutorState:
     def slots_by_lane(self) -> dict[Lane, int]:
         """Of the slots taken, those of each lane."""
         taken = self.running_by_lane.copy()
-        for sequence in [s for s in self.running.values() if s.certain_to_end]:
+        for sequence in [s for s in self.running.values() if s.exhausted]:
             assert sequence.live is not None
             taken[sequence.live.request.lane] -= 1
         return taken
 
     @property
     def blocks_returning(self) -> int:
-        """Blocks that results of plans already decided on will bring back: of sequences leaving, or certain to end."""
-        ending = sum(sequence.reserved for sequence in self.running.values() if sequence.certain_to_end)
+        """Blocks that results of plans already decided on will bring back: of sequences leaving, or about to end."""
+        ending = sum(sequence.reserved for sequence in self.running.values() if sequence.exhausted)
         return ending + sum(sequence.reserved for sequence in self.leaving.values())
 
     def can_hold(self, known: int) -> bool:

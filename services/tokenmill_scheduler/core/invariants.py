@@ -136,6 +136,8 @@ def check_plans(executor: ExecutorState) -> None:
         assert len(set(plan.advance_sequence_ids)) == len(plan.advance_sequence_ids), "a sequence twice in a plan"
         assert {a.sequence_id for a in plan.admit} <= set(plan.advance_sequence_ids), "admitted and not advanced"
         assert all(count > 0 for count in plan.advance_max_tokens)
+    if len(ids) > 1 and executor.plans_out[-2].plan.max_steps > 1 and not executor.plans_out[-1].plan.after_all_steps:
+        assert len(executor.running) <= executor.max_num_seqs, "a slot is planned with that a plan cut short does not free"
     assert executor.slots_taken <= executor.max_num_seqs
     assert len(executor.executing()) <= executor.max_num_seqs, "more run at once than there are slots"
 

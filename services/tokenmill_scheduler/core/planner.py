@@ -41,7 +41,7 @@ class Planner:
         """The next plan, booked; None when there is nothing to release, admit or advance."""
         draft = self._draft(executor, now_s)
         if max_steps > 1 and draft.sequences and draft.only_decodes and _may_repeat(executor):
-            self._repeat(executor, draft, max_steps - 1)
+            self._repeat(executor, draft, max_steps)
         return self._issue(executor, draft)
 
     def _draft(self, executor: ExecutorState, now_s: float) -> Draft:
@@ -118,11 +118,11 @@ class Planner:
             draft.prefill(sequence, executor)
 
     def _repeat(self, executor: ExecutorState, draft: Draft, most: int) -> None:
-        """Lets all of them go on for as many steps as none passes its limit in. While others wait for its slot, a last token is one
-        of a plan of its own: no plan cuts that short, so that the slot is free to be planned with (C36)."""
-        forecast, others_wait = executor.forecast, len(self._roster.queue(executor.description.model)) > 0
-        left = min(sequence.limit - sequence.planned_known for sequence in draft.sequences) - others_wait
-        further = min(most, draft.budget // len(draft.sequences), left)
+        """Lets all of them go on, in plans of `most` steps, until the first reaches its limit."""
+        forecast = executor.forecast
+        left = min(sequence.limit - sequence.planned_known for sequence in draft.sequences) + 1
+        # As few plans as reach it, all alike: of a longer one a few steps may be left over, for plans of their own.
+        further = min(-(-left // -(-left // most)), 1 + draft.budget // len(draft.sequences)) - 1
         # Whether a prompt of which much is expected to be cached ends in the plan ahead is not known.
         if further < 1 or any(sequence.predicted for sequence in draft.sequences):
             return
@@ -150,6 +150,7 @@ class Planner:
             tuple([sequence.sequence_id for sequence in draft.sequences]),
             tuple(draft.counts),
             draft.steps,
+            executor.needs_all_steps,
         )
         executor.to_release = []
         executor.plans_out.append(PlanOut(plan, tuple(draft.sequences)))

@@ -35,7 +35,7 @@ class Plan:
     """What one executor is to do: release, then admit, then advance each sequence by at most so many tokens towards its end.
 
     That is one step, or, of sequences that decode, up to `max_steps` of a token each, until another plan comes that is not
-    `after_all_steps`: who sends a plan may have it wait for the one ahead; it is planned as if that could always be cut short.
+    `after_all_steps`: where it takes slots of sequences that the one ahead ends, and where who sends it lets that one finish.
     """
 
     epoch: int

@@ -153,7 +153,7 @@ class Roster:
 
     def drain(self, executor: ExecutorState, now_s: float, reason: str) -> None:
         """What runs on an executor is queued again, but for what ends with the plans that are out."""
-        for sequence in [s for s in executor.running.values() if not s.certain_to_end]:
+        for sequence in [s for s in executor.running.values() if not s.exhausted]:
             self.preempt(sequence, now_s, Preemption.EXECUTOR_DRAINED, reason)
         executor.batch_room = 0
 

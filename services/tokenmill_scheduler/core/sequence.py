@@ -83,13 +83,8 @@ class Sequence:
 
     @property
     def exhausted(self) -> bool:
-        """The plans out bring it to its limit: it is not advanced again."""
+        """The plans out bring it to its limit: it is not advanced again, unless the last of them is cut short."""
         return self.planned_known >= self.limit
-
-    @property
-    def certain_to_end(self) -> bool:
-        """Exhausted, and not by a plan of several steps, which the next one may cut short: its slot is free to be planned with."""
-        return self.exhausted and (not self.bookings or self.bookings[-1][1] == 1)
 
     def plan(self, count: int) -> None:
         """Books an advance by at most `count` tokens in one more plan, of one step."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_scheduler.core.plans import BlockGroup, Plan
-from tokenmill_scheduler.core.request import State
+from tokenmill_scheduler.core.events import TextStop
+from tokenmill_scheduler.core.plans import BlockGroup, Plan, SequenceFault
+from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
 
 from tests.simulation.world import World, description
@@ -35,37 +36,132 @@ def test_decodes_alone_go_on_for_as_many_steps_as_are_asked_for() -> None:
     assert (made.max_steps, made.advance_max_tokens) == (5, (5, 5))
 
 
-def test_while_nobody_waits_a_plan_goes_on_to_the_first_end() -> None:
+def test_a_plan_goes_on_to_the_first_end() -> None:
     world = running((3, 20), (5, 7), max_steps=9)
     assert plan(world).max_steps == 6
     behind = plan(world)
-    assert (behind.max_steps, behind.advance_sequence_ids) == (9, (1,))
+    assert (behind.advance_sequence_ids, behind.after_all_steps) == ((1,), False)
+    finish(world)
+
+
+@pytest.mark.parametrize(
+    ("output", "steps"), [(6, [5]), (7, [3, 3]), (10, [5, 4]), (12, [4, 4, 3]), (16, [5, 5, 5]), (17, [4, 4, 4, 4])]
+)
+def test_an_end_is_reached_in_as_few_plans_as_can_be_all_of_a_length(output: int, steps: list[int]) -> None:
+    """Each is made on the most that the one ahead may do: of a long one that does less, a few steps would be left at the end."""
+    world = running((3, output))
+    made = []
+    while (turn := world.turn()) is not None:
+        made.append(turn.max_steps)
+    assert made == steps
+
+
+def full(max_steps: int = 9) -> World:
+    """All four slots are taken, and the second sequence, six tokens from its end, ends in the plan that is out."""
+    world = running((3, 20), (5, 7), (3, 20), (3, 20), max_steps=max_steps)
+    assert plan(world).max_steps == 6
+    return world
+
+
+def finish(world: World) -> None:
     world.drain()
     world.check_idle()
-    assert all(world.output(request) == world.expected(request) for request in world.records)
+    whole = [request for request, record in world.records.items() if record.state is State.DONE]
+    assert all(world.output(request) == world.expected(request) for request in whole)
 
 
-def test_while_others_wait_a_last_token_is_one_of_a_step_that_is_certain() -> None:
-    """Six tokens are left to the second: five in this plan, or else its slot could be planned with before it is free."""
-    world = running((3, 20), (5, 7), (3, 20), (3, 20), max_steps=9)
-    world.submit(5, 3, 20)
-    assert plan(world).max_steps == 5
-    last = plan(world)
-    assert (last.max_steps, last.advance_sequence_ids) == (1, (1, 2, 3, 4))
-
-
-def test_the_slot_of_a_sequence_whose_last_steps_may_be_cut_short_is_not_planned_with() -> None:
-    world = running((3, 20), (5, 7), (3, 20), (3, 20), max_steps=9)
-    assert plan(world).max_steps == 6
+def test_c36_a_slot_is_given_away_behind_the_plan_that_ends_its_sequence_which_takes_all_its_steps() -> None:
+    world = full()
     world.submit(5, 3, 20)
     behind = plan(world)
-    assert (behind.admit, behind.advance_sequence_ids) == ((), (1, 3, 4))
-    assert world.step().num_steps == 1, "cut short: the second is not at its end"
+    assert ([a.sampling.seed for a in behind.admit], behind.advance_sequence_ids) == ([5], (1, 3, 4, 5))
+    assert behind.after_all_steps
+    assert world.step().num_steps == 6
     world.deliver()
+    assert world.records["r2"].state is State.DONE
+    assert not plan(world).after_all_steps, "there is a slot for each again"
+    finish(world)
+
+
+def test_who_finds_a_slot_does_not_wait_for_one_that_others_need() -> None:
+    """One of two that come has the slot of nobody: it waits for the step in progress, and the other is admitted later."""
+    world = running((3, 20), (5, 7), (3, 20), max_steps=9)
+    plan(world)
+    world.submit(5, 3, 20)
+    world.submit(6, 3, 20)
+    behind = plan(world)
+    assert ([a.sampling.seed for a in behind.admit], behind.after_all_steps) == ([5], False)
+    assert world.step().num_steps == 1
+    finish(world)
+
+
+def test_the_slot_of_one_that_is_cancelled_is_free_after_the_step_in_progress() -> None:
+    world = full()
+    world.submit(5, 3, 20)
+    world.submit(6, 3, 20)
+    world.cancel("r3")
+    behind = plan(world)
+    assert (behind.release, [a.sampling.seed for a in behind.admit], behind.after_all_steps) == ((3,), [5], False)
+    finish(world)
+
+
+def test_what_takes_no_slot_cuts_the_plan_ahead_short() -> None:
+    """A cancel while nobody waits: the second, not at its end then, goes on in the plan after the next."""
+    world = full()
+    world.cancel("r3")
+    behind = plan(world)
+    assert (behind.release, behind.advance_sequence_ids, behind.after_all_steps) == ((3,), (1, 4), False)
+    assert world.step().num_steps == 1
+    world.deliver()
+    assert 2 in plan(world).advance_sequence_ids
+    finish(world)
+
+
+def test_who_outranks_takes_the_slot_that_is_about_to_be_free_and_nobody_is_preempted() -> None:
+    world = full()
+    world.submit(5, 3, 20, lane=Lane.REAL_TIME)
+    behind = plan(world)
+    assert ([a.sampling.seed for a in behind.admit], behind.after_all_steps) == ([5], True)
+    assert world.core.counters.preemptions == 0
+    finish(world)
+
+
+@pytest.mark.parametrize("fault", SequenceFault)
+def test_a_slot_given_away_is_free_however_its_sequence_leaves(fault: SequenceFault) -> None:
+    world = full()
+    world.submit(5, 3, 20)
+    assert plan(world).after_all_steps
+    world.executors["x"].inject[2] = fault
+    world.step()
+    world.deliver()
+    assert world.records["r2"].state is (State.PREEMPTED if fault is SequenceFault.NO_BLOCKS else State.FAILED)
+    assert len(plan(world).advance_sequence_ids) <= 4
+    finish(world)
+
+
+def test_a_stop_string_ends_the_sequence_whose_slot_was_given_away() -> None:
+    world = full()
+    world.submit(5, 3, 20)
+    plan(world)
+    world.step()
+    world.deliver(text_stops={2: TextStop(1)})
+    assert world.records["r2"].state is State.DONE
+    assert len(world.output("r2")) == 2
+    assert len(plan(world).advance_sequence_ids) == 4
     world.drain()
     world.check_idle()
-    assert max(len(made.advance_sequence_ids) for made in world.plans) == 4
-    assert all(world.output(request) == world.expected(request) for request in world.records)
+
+
+def test_what_ends_with_the_plan_out_stays_on_a_drained_executor_though_that_is_cut_short() -> None:
+    world = full()
+    world.drain_executor()
+    behind = plan(world)
+    assert (behind.release, behind.after_all_steps) == ((1, 3, 4), False)
+    assert world.step().num_steps == 1
+    world.deliver()
+    assert plan(world).advance_sequence_ids == (2,)
+    world.undrain_executor()
+    finish(world)
 
 
 def test_c36_the_slot_of_a_sequence_in_its_last_step_is_planned_with_at_once() -> None:

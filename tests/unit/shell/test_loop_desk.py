@@ -54,6 +54,20 @@ async def test_plans_let_those_of_several_steps_finish_unless_something_has_happ
     await shell.run_out()
 
 
+async def test_a_plan_that_needs_the_ends_ahead_waits_for_them_whatever_has_happened(shell: Shell) -> None:
+    facts = shell.executor.facts
+    shell.executor.facts = replace(facts, description=replace(facts.description, multi_step=True, max_num_seqs=1))
+    shell.loop.joined(shell.executor.drive(repeats=Repeats(max_steps=4, patience_s=1.0)))
+    await shell.submit(request("a", max_tokens=8))
+    for _ in range(4):
+        await shell.step()
+    assert [plan.max_steps for plan in shell.executor.unanswered] == [2], "the first ends in it"
+    await shell.submit(request("b", max_tokens=2))
+    behind = shell.executor.unanswered[-1]
+    assert (len(behind.admit), behind.after_all_steps) == (1, True)
+    await shell.run_out()
+
+
 # ---- submit --------------------------------------------------------------------------------------------------------------------
 
 

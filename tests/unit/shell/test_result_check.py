@@ -86,3 +86,36 @@ def test_the_context_length_is_a_limit() -> None:
     plan = replace(FIRST, admit=(long,), advance_max_tokens=(19,))
     assert refusal(check_of(plan), plan, result(computed=19)) == "result 1 has sequence 1 go on at 20 tokens, its limit is 20"
     check_of(plan).check(plan, result(computed=19, finish=2))
+
+
+STEPS = Plan(1, 2, (), (), (1, 2), (4, 4), max_steps=4)
+
+
+def test_a_plan_that_no_other_cuts_short_takes_all_its_steps() -> None:
+    checked, cut = steps_of((2, 2), (0, 2))
+    checked.check(STEPS, cut)
+    checked, cut = steps_of((2, 2), (0, 2))
+    with pytest.raises(ProtocolError, match="result 2 took 2 steps, and not all 4"):
+        checked.check(STEPS, cut, uncut=True)
+
+
+@pytest.mark.parametrize(
+    ("computed", "finishes", "faults"),
+    [((2, 2), (1, 2), {}), ((2, 1), (1, 0), {2: Fault(SequenceFault.NO_BLOCKS, "")}), ((2, 0), (1, 0), {})],
+)
+def test_fewer_steps_are_all_that_can_be_taken_once_nobody_goes_on(
+    computed: tuple[int, int], finishes: tuple[int, int], faults: dict[int, Fault]
+) -> None:
+    checked, short = steps_of(computed, finishes, faults)
+    checked.check(STEPS, short, uncut=True)
+
+
+def steps_of(
+    computed: tuple[int, int], finishes: tuple[int, int], faults: dict[int, Fault] | None = None
+) -> tuple[ResultCheck, Result]:
+    """Two sequences that decode, the second for two tokens more, and how two steps of theirs went."""
+    admissions = [replace(ADMISSION, sequence_id=i, sampling=Sampling(max_tokens, seed=0)) for i, max_tokens in ((1, 9), (2, 3))]
+    first = Plan(1, 1, (), tuple(admissions), (1, 2), (3, 3))
+    checked = check_of(first, STEPS)
+    checked.check(first, Result(1, 1, (1, 2), (3, 3), (1, 1), (7, 7), (0, 0), BLOCKS))
+    return checked, Result(1, 2, (1, 2), computed, computed, (7,) * sum(computed), finishes, BLOCKS, faults or {}, num_steps=2)
