@@ -11,5 +11,5 @@ A map of its files, along a request's way; `loop` is the place to begin.
     it is kept         ledger/, `recovery` after a restart, `retention`; journal/ of every decision
     others             `peers` of the same database: `lease`, `relay` of commands, `followers` of streams, `handover` of requests
     it is watched      `metrics`, `latency`, `tally`, `exposition`, `health`
-    the process        `__main__`, `settings` from `flags`, `process`, `server` with `grpc_server`, `access`, `models`
+    the process        `__main__`, `settings` from `flags`, `process`, `server` with `grpc_server`, `access`, `models`; the `clock`
 """

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import structlog
 
+from tokenmill_scheduler.clock import UnixClock
 from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.effects import OverloadChanged, PlanIssued, Transitioned
 from tokenmill_scheduler.core.events import Event
@@ -69,17 +70,6 @@ class RecordWriter(Protocol):
 
     async def submit(self, submission: Submission, *beside: Record) -> Outcome:
         """Returns once it is durable, and `beside` with it. Raises LedgerUnavailable, with nothing written."""
-
-
-class UnixClock:
-    """Unix seconds that never go back."""
-
-    def __init__(self) -> None:
-        self._last_s = 0.0
-
-    def __call__(self) -> float:
-        self._last_s = max(self._last_s, time.time())
-        return self._last_s
 
 
 class Loop:

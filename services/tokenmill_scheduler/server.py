@@ -115,10 +115,11 @@ class SchedulerServer:
         self.operators = Operators(self.loop, ledger, self.desk.check_open)
         self._stopping = False
         refused = self.loop.metrics.refuse
-        intake = Intake(self.desk, max_prompt_tokens=settings.max_prompt_tokens)
+        intake = Intake(self.desk, self.loop.clock, max_prompt_tokens=settings.max_prompt_tokens)
         self._inference = InferenceServicer(self.desk, intake, refused, settings.max_message_bytes)
         self._server = new_server(self.access, refused, settings.max_message_bytes)
-        add_services(self._server, self._inference, AdminServicer(self.desk, self.operators), self._health.servicer)
+        admin = AdminServicer(self.desk, self.operators, self.loop.clock)
+        add_services(self._server, self._inference, admin, self._health.servicer)
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
 
