@@ -162,7 +162,7 @@ def test_describe_tells_the_cache_type_and_the_blocks_it_makes_room_for(tmp_path
 def test_the_memory_of_each_cache_type_can_be_populated(tmp_path: Path, name: str) -> None:
     save(tmp_path, "llama", {"head_dim": 32})
     runner = load_runner(tmp_path, device="cpu", kv_cache_dtype=name)
-    runner.allocate(8, 4)
+    runner.allocate(8, 16)
     pieces = 0
     while runner.populate_some():
         pieces += 1
