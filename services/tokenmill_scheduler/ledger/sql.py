@@ -203,33 +203,32 @@ class SqlLedger:
             yield connection
 
     @contextmanager
-    def _writing(self) -> Iterator[Connection]:
-        """The writer's own connection, kept for the next write unless this one fails."""
-        connection, self._connection = self._connection or self._engines.write.connect(), None
-        try:
-            yield connection
-        except BaseException:
-            connection.close()
-            raise
-        self._connection = connection
-
-    @contextmanager
     def _read(self) -> Iterator[Connection]:
         with driver_errors(), self._engines.read.connect() as connection:
             yield connection
 
     def _write(self, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
-        with self._writing() as connection:
-            transaction = connection.begin()
-            count = None if lease is None else self._hold(connection, lease)
-            outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)
-            try:
-                transaction.commit()
-            except DBAPIError:
-                if lease is not None and count is not None:
-                    self._in_doubt = _InDoubt(lease, count, tuple(records), outcomes)
-                raise
-            return outcomes
+        """On a connection of its own, which is kept for the next write unless this one fails."""
+        connection, self._connection = self._connection or self._engines.write.connect(), None
+        try:
+            outcomes = self._write_on(connection, records, lease)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        return outcomes
+
+    def _write_on(self, connection: Connection, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
+        transaction = connection.begin()
+        count = None if lease is None else self._hold(connection, lease)
+        outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)
+        try:
+            transaction.commit()
+        except DBAPIError:
+            if lease is not None and count is not None:
+                self._in_doubt = _InDoubt(lease, count, tuple(records), outcomes)
+            raise
+        return outcomes
 
     def _hold(self, connection: Connection, lease: Lease) -> int | None:
         """Raises LeaseLost. Returns what tells a commit in doubt; SQLite's cannot be: who asks is the process that does it."""

@@ -36,14 +36,17 @@ Row = tuple[Any, ...]
 def write(connection: Connection, statements: Statements, records: Sequence[Record], lease: int | None) -> list[Outcome]:
     """Answers for each record. Submissions first: the other records of the batch may be about them.
 
-    Requests that are submitted become those of `lease`.
+    Requests that are submitted become those of `lease`. Most batches are further tokens and nothing else.
     """
     batch = fold(records)
-    outcomes = _submit(connection, statements, batch.submissions, lease)
-    _append_tokens(connection, statements, batch)
-    updates = [(update.request_id, update.priority, update.deadline_s) for update in batch.updates.values()]
-    statements.update_requests.run_all(connection, updates, "update")
-    _move(connection, statements, batch, lease)
+    outcomes = _submit(connection, statements, batch.submissions, lease) if batch.submissions else iter(())
+    if batch.chunks:
+        _append_tokens(connection, statements, batch)
+    if batch.updates:
+        updates = [(update.request_id, update.priority, update.deadline_s) for update in batch.updates.values()]
+        statements.update_requests.run_all(connection, updates, "update")
+    if batch.changes:
+        _move(connection, statements, batch, lease)
     actions.record(connection, batch.actions)
     # When all else of these requests is written: their lease is another one then.
     handed_over = iter([commands.hand_over(connection, handover, lease) for handover in batch.handovers])
@@ -92,10 +95,10 @@ def _stored_digests(connection: Connection, request_ids: Sequence[str]) -> dict[
 
 def _append_tokens(connection: Connection, statements: Statements, batch: Batch) -> None:
     """A tail that has become long moves to `tokens`; those of requests that end in this batch move in `_move`."""
-    first = {request_id: chunk for request_id, chunk in batch.chunks.items() if chunk.first_index == 0}
-    rest = {request_id: chunk for request_id, chunk in batch.chunks.items() if chunk.first_index > 0}
-    statements.start_tails.run_all(connection, [_first_chunk_row(id_, chunk) for id_, chunk in first.items()], "first tokens")
-    statements.grow_tails.run_all(connection, [_next_chunk_row(id_, chunk) for id_, chunk in rest.items()], "tokens")
+    first = [_first_chunk_row(request_id, chunk) for request_id, chunk in batch.chunks.items() if chunk.first_index == 0]
+    rest = [_next_chunk_row(request_id, chunk) for request_id, chunk in batch.chunks.items() if chunk.first_index > 0]
+    statements.start_tails.run_all(connection, first, "first tokens")
+    statements.grow_tails.run_all(connection, rest, "tokens")
     ended = set(batch.ended())
     full = [(id_,) for id_, chunk in batch.chunks.items() if id_ not in ended and _fills_tail(id_, chunk)]
     for statement in statements.move_tails:

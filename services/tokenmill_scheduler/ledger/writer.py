@@ -64,8 +64,8 @@ class LedgerWriter:
         self._max_batch = max_batch
         self._interval_s = interval_s
         self._may_wait = may_wait
-        self._changed = threading.Condition()
-        # Guarded by `_changed`: what waits, whether some of it may not, what is being written, the number of records in both.
+        self._guard = threading.Lock()
+        # Guarded by `_guard`: what waits, whether some of it may not, what is being written, the number of records in both.
         self._waiting: deque[_Entry] = deque()
         self._urgent = False
         self._writing: list[_Entry] = []
@@ -78,6 +78,10 @@ class LedgerWriter:
         self._failure: Exception | None = None
         self._lease: Lease | None = None
         self._outage: LedgerUnavailable | None = None
+        # The thread sleeps in taking it until somebody gives it back. (A condition does that, too, with a page of Python.)
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._rings_soon = False
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
 
     def start(self, lease: Lease | None = None) -> None:
@@ -133,15 +137,14 @@ class LedgerWriter:
 
     def oldest_age_s(self) -> float:
         """For how long the oldest record has waited; 0 when none does."""
-        with self._changed:
+        with self._guard:
             oldest = self._writing[0] if self._writing else self._waiting[0] if self._waiting else None
         return time.monotonic() - oldest.since_s if oldest else 0.0
 
     async def close(self, timeout_s: float) -> bool:
         """Writes what waits, then stops. False if that took longer (or the writer had failed): what still waited is lost."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._closing = True
+        self._ring()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._stopped.wait()
@@ -154,17 +157,25 @@ class LedgerWriter:
     def _put(self, records: Sequence[Record], on_durable: OnDurable | None, on_lost: OnLost | None) -> None:
         entry = _Entry(records, on_durable, on_lost, time.monotonic())
         urgent = not self._may_wait(records)
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            if self._closing:
-                raise LedgerUnavailable("the scheduler is stopping")
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise LedgerUnavailable("the scheduler is stopping")
+        with self._guard:
             # The thread wakes by itself when the interval is over, and needs no waking for what may wait until then.
-            if urgent or not self._waiting:
-                self._changed.notify()
+            wakes = urgent or not self._waiting
             self._waiting.append(entry)
             self._urgent = self._urgent or urgent
             self._backlog += len(records)
+        if wakes and not self._rings_soon:
+            # Not in the middle of this turn of the event loop: the two would take the interpreter from each other.
+            self._rings_soon = True
+            self._loop.call_soon(self._ring)
+
+    def _ring(self) -> None:
+        self._rings_soon = False
+        if self._bell.locked():
+            self._bell.release()
 
     # ---- on the loop, called by the thread ----
 
@@ -186,7 +197,7 @@ class LedgerWriter:
         self._on_failure(error)
 
     def _lose(self, error: Exception) -> None:
-        with self._changed:
+        with self._guard:
             lost = [*self._writing, *self._waiting]
             self._waiting.clear()
         for entry in lost:
@@ -201,27 +212,26 @@ class LedgerWriter:
                 outcomes = self._write([record for entry in entries for record in entry.records])
                 if outcomes is None:
                     return
-                with self._changed:
+                with self._guard:
                     self._writing = []
                     self._backlog -= len(outcomes)
                 self.commits += 1
                 self.records += len(outcomes)
                 self._call(self._deliver, entries, outcomes)
         except Exception as error:
-            with self._changed:
-                self._failure = error
+            self._failure = error
             self._call(self._fail, error)
         finally:
             self._call(self._stopped.set)
 
     def _take(self) -> list[_Entry]:
         """Waits for entries and takes as many as fit one transaction; none when closing and all is written."""
-        with self._changed:
-            while not self._waiting and not self._closing:
-                self._changed.wait()
-            while not self._urgent and not self._closing and (wait_s := self._begun_s + self._interval_s - time.monotonic()) > 0:
-                self._changed.wait(wait_s)
-            self._begun_s = time.monotonic()
+        while not self._waiting and not self._closing:
+            self._bell.acquire()
+        while not self._urgent and not self._closing and (wait_s := self._begun_s + self._interval_s - time.monotonic()) > 0:
+            self._bell.acquire(timeout=wait_s)
+        self._begun_s = time.monotonic()
+        with self._guard:
             size = 0
             while self._waiting and (not self._writing or size + len(self._waiting[0].records) <= self._max_batch):
                 size += len(self._waiting[0].records)
