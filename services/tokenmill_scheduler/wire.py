@@ -5,7 +5,7 @@ Columns go over whole, without a Python object a sequence. Must not know: connec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isnan
 
@@ -70,38 +70,40 @@ class Codec:
         self._releases: dict[int, tuple[int, ...]] = {}
 
     def encode(self, plan: Plan) -> pb.RunRequest:
-        self._with_logprobs.update(a.sequence_id for a in plan.admit if a.sampling.logprobs is not None)
+        # Filled in place: a message that is given to another is copied, and with it the prompts.
+        request = pb.RunRequest()
+        message = request.plan
+        message.epoch, message.plan_id = plan.epoch, plan.plan_id
+        message.release.extend(plan.release)
+        for admission in plan.admit:
+            self._add_admission(message, admission)
+        message.advance_sequence_ids.extend(plan.advance_sequence_ids)
+        message.advance_max_tokens.extend(plan.advance_max_tokens)
+        message.max_steps, message.after_all_steps = plan.max_steps, plan.after_all_steps
         if plan.release and self._with_logprobs:
             self._releases[plan.plan_id] = plan.release
-        return pb.RunRequest(
-            plan=pb.Plan(
-                epoch=plan.epoch,
-                plan_id=plan.plan_id,
-                release=plan.release,
-                admit=[_admission(admission) for admission in plan.admit],
-                advance_sequence_ids=plan.advance_sequence_ids,
-                advance_max_tokens=plan.advance_max_tokens,
-                max_steps=plan.max_steps,
-                after_all_steps=plan.after_all_steps,
-            )
-        )
+        return request
 
     def decode(self, message: pb.Result) -> Result:
         """Raises ProtocolError when columns do not fit together."""
-        _check_columns(message)
+        sequence_ids, num_sampled, token_ids = tuple(message.sequence_ids), tuple(message.num_sampled), tuple(message.token_ids)
+        num_computed, num_cached, finishes = tuple(message.num_computed), tuple(message.num_cached), tuple(message.finishes)
+        lengths = {len(column) for column in (sequence_ids, num_sampled, num_computed, num_cached or num_computed, finishes)}
+        if len(lengths) > 1 or sum(num_sampled) != len(token_ids):
+            raise ProtocolError(f"result {message.plan_id} has columns of unequal length")
         result = Result(
             epoch=message.epoch,
             plan_id=message.plan_id,
-            sequence_ids=tuple(message.sequence_ids),
-            num_computed=tuple(message.num_computed),
-            num_sampled=tuple(message.num_sampled),
-            token_ids=tuple(message.token_ids),
-            finishes=tuple(message.finishes),
+            sequence_ids=sequence_ids,
+            num_computed=num_computed,
+            num_sampled=num_sampled,
+            token_ids=token_ids,
+            finishes=finishes,
             blocks=blocks(message.blocks),
             faults={fault.sequence_id: _fault(fault) for fault in message.faults},
             logprobs=self._logprobs(message),
             times=_times(message.times),
-            num_cached=tuple(message.num_cached),
+            num_cached=num_cached,
             dropped=tuple(message.dropped),
             stored=tuple(message.stored),
             num_steps=max(1, message.num_steps),
@@ -110,6 +112,18 @@ class Codec:
         if self._with_logprobs:
             self._with_logprobs.difference_update(_ended(result))
         return result
+
+    def _add_admission(self, message: pb.Plan, admission: Admission) -> None:
+        message.admit.add(
+            sequence_id=admission.sequence_id,
+            token_ids=admission.token_ids,
+            num_prompt_tokens=admission.num_prompt_tokens,
+            sampling=_sampling(admission.sampling),
+            cache_salt=admission.cache_salt,
+            fork_of=admission.fork_of,
+        )
+        if admission.sampling.logprobs is not None:
+            self._with_logprobs.add(admission.sequence_id)
 
     def _logprobs(self, message: pb.Result) -> dict[int, tuple[TokenLogprobs, ...]]:
         if not message.logprobs:
@@ -177,17 +191,6 @@ def tokenizer_files(pieces: Iterable[pb.GetTokenizerResponse]) -> dict[str, byte
     return {name: b"".join(contents) for name, contents in parts.items()}
 
 
-def _admission(admission: Admission) -> pb.Admission:
-    return pb.Admission(
-        sequence_id=admission.sequence_id,
-        token_ids=admission.token_ids,
-        num_prompt_tokens=admission.num_prompt_tokens,
-        sampling=_sampling(admission.sampling),
-        cache_salt=admission.cache_salt,
-        fork_of=admission.fork_of,
-    )
-
-
 def _sampling(sampling: Sampling) -> pb.Sampling:
     return pb.Sampling(
         temperature=sampling.temperature,
@@ -230,12 +233,3 @@ def _times(message: pb.Times) -> StepTimes:
         sample_us=message.sample_us,
         idle_us=message.idle_us,
     )
-
-
-def _check_columns(message: pb.Result) -> None:
-    rows = len(message.sequence_ids)
-    columns: tuple[Sized, ...] = (message.num_computed, message.num_sampled, message.finishes)
-    if message.num_cached:
-        columns = (*columns, message.num_cached)
-    if any(len(column) != rows for column in columns) or sum(message.num_sampled) != len(message.token_ids):
-        raise ProtocolError(f"result {message.plan_id} has columns of unequal length")
