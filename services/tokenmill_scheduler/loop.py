@@ -176,9 +176,9 @@ class Loop:
 
     def answered(self, drive: Drive, result: Result) -> None:
         drive.answered(result, _now())
-        seqs, round_trip_s = self._scheduler.max_num_seqs(drive.name), drive.pacer.last_round_trip_s
-        self._count(self._metrics.stepped, drive.name, seqs, result, round_trip_s)
-        self._apply(events.ResultArrived(drive.name, result, self._stop_strings.judge(drive.name, result)))
+        name = drive.name
+        self._count(self._metrics.stepped, name, self._scheduler.max_num_seqs(name), result, drive.pacer.last_round_trip_s)
+        self._apply(events.ResultArrived(name, result, self._stop_strings.judge(name, result)))
         self._result_seen.set()
         # The executor may have nothing to do from here on: no waiting for the next turn of the event loop.
         self._pump()
@@ -397,13 +397,16 @@ class Loop:
         self._set_pump(None)
         if not self._planning:
             return
-        if (wait_s := self._until_wakeup()) is not None and wait_s <= 0:
-            self._apply(events.Tick())
         times_s = []
         self._was_saturated = self._writer.saturated
         if not self._was_saturated:
             times_s = [due_s for drive in self.drives.values() if (due_s := self._plan(drive)) is not None]
-        if (wait_s := self._until_wakeup()) is not None:
+        wait_s = self._until_wakeup()
+        if wait_s is not None and wait_s <= 0:
+            # No plan was asked for, which sees to the same.
+            self._apply(events.Tick())
+            wait_s = self._until_wakeup()
+        if wait_s is not None:
             times_s.append(_now() + max(wait_s, MIN_WAKEUP_S))
         if times_s:
             self._set_pump(asyncio.get_running_loop().call_later(min(times_s) - _now(), self._pump))

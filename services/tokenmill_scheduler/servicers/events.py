@@ -10,8 +10,6 @@ Must not know: gRPC calls, the desk beyond its records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tokenmill.inference.v1.inference_pb2 import OutputOptions
 from tokenmill.inference.v1.types_pb2 import StreamEvent
 
@@ -77,14 +75,12 @@ def accepted(event: StreamEvent, request: Request, num_choices: int = 1) -> None
     event.accepted.num_choices = num_choices
 
 
-def split(chunk: Chunk) -> Iterator[Chunk]:
+def split(chunk: Chunk) -> list[Chunk]:
     """Chunks of a size that a message can carry: one who attaches late finds all tokens so far in one."""
     if len(chunk.token_ids) <= MAX_DELTA_TOKENS:
-        yield chunk
-        return
-    for start in range(0, len(chunk.token_ids), MAX_DELTA_TOKENS):
-        part = slice(start, start + MAX_DELTA_TOKENS)
-        yield Chunk(chunk.first_index + start, chunk.token_ids[part], chunk.logprobs[part])
+        return [chunk]
+    parts = [slice(start, start + MAX_DELTA_TOKENS) for start in range(0, len(chunk.token_ids), MAX_DELTA_TOKENS)]
+    return [Chunk(chunk.first_index + part.start, chunk.token_ids[part], chunk.logprobs[part]) for part in parts]
 
 
 def wants_text(output: OutputOptions | None) -> bool:

@@ -55,7 +55,8 @@ class Outbox:
         self._complete(event)
         if self._sending:
             await self._sent.wait()
-        await self.has_room()
+        if self._sealed:
+            await self.has_room()
 
     async def has_room(self) -> None:
         """Returns when no message waits behind the one that is under way. Those who wait have their turns in order."""
