@@ -6,6 +6,7 @@ read transaction seeing one snapshot. Must not know: tables.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -64,6 +65,33 @@ class Engines:
     def dispose(self) -> None:
         self.write.dispose()
         self.read.dispose()
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseFile:
+    """Of SQLite, which goes on with a file that is removed or replaced under it: all that it commits from then on is lost."""
+
+    path: str
+    device: int
+    inode: int
+
+    @classmethod
+    def at(cls, url: URL) -> DatabaseFile | None:
+        """None where there is no such file, as for PostgreSQL."""
+        path = str(url.database)
+        if url.get_backend_name() != "sqlite" or not os.path.exists(path):
+            return None
+        status = os.stat(path)
+        return cls(path, status.st_dev, status.st_ino)
+
+    def check(self) -> None:
+        """Raises LedgerUnavailable unless it is there still. 2 µs."""
+        try:
+            status = os.stat(self.path)
+        except OSError as error:
+            raise LedgerUnavailable(f"{self.path}: {error.strerror}: put it back, or start the scheduler again") from error
+        if (status.st_dev, status.st_ino) != (self.device, self.inode):
+            raise LedgerUnavailable(f"{self.path} is another file than it was: put that one back, or start the scheduler again")
 
 
 def parse_url(url: str) -> URL:

@@ -16,7 +16,7 @@ from tokenmill_scheduler.ledger import actions as action_rows
 from tokenmill_scheduler.ledger import commands as command_rows
 from tokenmill_scheduler.ledger import commits, queries, store
 from tokenmill_scheduler.ledger import leases as lease_rows
-from tokenmill_scheduler.ledger.engine import STALL_TIMEOUT_S, Engines, connect, driver_errors
+from tokenmill_scheduler.ledger.engine import STALL_TIMEOUT_S, DatabaseFile, Engines, connect, driver_errors, parse_url
 from tokenmill_scheduler.ledger.errors import LedgerConflict
 from tokenmill_scheduler.ledger.migrate import prepare
 from tokenmill_scheduler.ledger.records import (
@@ -52,7 +52,7 @@ def open_ledger(url: str, *, durable: bool = True, create: bool = True, stall_ti
     except BaseException:
         engines.dispose()
         raise
-    return SqlLedger(engines)
+    return SqlLedger(engines, DatabaseFile.at(parse_url(url)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ class _InDoubt:
 class SqlLedger:
     """Implements `Ledger`. Made by `open_ledger`."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: Engines, file: DatabaseFile | None) -> None:
         self._engines = engines
+        self._file = file
         self._statements = Statements(engines.dialect)
         # SQLite has one writer at a time: waiting here is fair and wakes at once, unlike its busy timeout.
         self._turn = threading.Lock()
@@ -78,6 +79,7 @@ class SqlLedger:
 
     def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         with self._turn, driver_errors():
+            self._check_file()
             settled = self._settle(records)
             if settled is not None:
                 return settled
@@ -199,13 +201,20 @@ class SqlLedger:
     def _change(self) -> Iterator[Connection]:
         """A short transaction beside the writer's; one that fails changes nothing. On SQLite they take turns."""
         turn = self._turn if self._engines.dialect == "sqlite" else nullcontext()
-        with turn, driver_errors(), self._engines.write.begin() as connection:
-            yield connection
+        with turn, driver_errors():
+            self._check_file()
+            with self._engines.write.begin() as connection:
+                yield connection
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
+        self._check_file()
         with driver_errors(), self._engines.read.connect() as connection:
             yield connection
+
+    def _check_file(self) -> None:
+        if self._file is not None:
+            self._file.check()
 
     def _write(self, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
         """On a connection of its own, which is kept for the next write unless this one fails."""

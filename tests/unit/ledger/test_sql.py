@@ -186,6 +186,32 @@ def test_a_full_disk_is_unavailable(sqlite_url: str) -> None:
     ledger.close()
 
 
+def test_a_removed_sqlite_file_is_unavailable_until_it_is_back(sqlite_url: str, tmp_path: Path) -> None:
+    """SQLite itself would go on writing to a file that nobody will ever find."""
+    file, elsewhere = Path(sqlite_url.removeprefix("sqlite:///")), tmp_path / "elsewhere.db"
+    ledger = open_ledger(sqlite_url)
+    ledger.write([submission()])
+    lease = ledger.take_lease("s", 10.0)
+    for words in ("No such file or directory: put it back", "is another file than it was: put that one back"):
+        file.rename(elsewhere)
+        if "another" in words:
+            file.write_bytes(b"")
+        for use in (
+            lambda: ledger.write([submission("b")]),
+            lambda: ledger.find("a"),
+            lambda: ledger.give_up_lease(lease),
+        ):
+            with pytest.raises(LedgerUnavailable, match=words):
+                use()
+        elsewhere.rename(file)
+        assert ledger.find("a") is not None
+    ledger.write([submission("b")])
+    ledger.close()
+    again = open_ledger(sqlite_url)
+    assert again.find("b") is not None
+    again.close()
+
+
 def test_a_read_only_database_is_unavailable(sql_ledger: SqlLedger) -> None:
     make_read_only = {"sqlite": "PRAGMA query_only = {}", "postgresql": "SET default_transaction_read_only = {}"}
     statement = make_read_only[sql_ledger._engines.dialect]
