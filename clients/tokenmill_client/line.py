@@ -83,14 +83,20 @@ class Line:
         self._is_known = True
         if event.WhichOneof("what") == "status":
             self._over()
-        # While somebody reads nothing waits, and no time is spent on counting.
-        size_bytes = event.ByteSize() if self._events else 0
+        if self._events:
+            self._queue(event)
+        else:
+            # While somebody reads nothing waits, and no time is spent on counting.
+            self._events.append((event, 0))
+            self._came.set()
+
+    def _queue(self, event: pb.MultiplexResponse.CallEvent) -> None:
+        size_bytes = event.ByteSize()
         self._events.append((event, size_bytes))
         self._waiting_bytes += size_bytes
         if not self._is_paused and not self.is_over and self._waits_for(_PAUSE_EVENTS, _PAUSE_BYTES):
             self._is_paused = True
             self._exchange.send(pb.MultiplexRequest(call=self._number, pause=pb.MultiplexRequest.Pause()))
-        self._came.set()
 
     def fail(self, failure: BaseException) -> None:
         self._over()

@@ -100,6 +100,8 @@ class Progress:
         self._first_index = first_index
         self._prompt_tokens = 0
         self._greeted = self._has_begun = False
+        # Every choice has finished.
+        self.is_over = False
 
     @property
     def next_indexes(self) -> tuple[int, ...]:
@@ -110,11 +112,6 @@ class Progress:
     def next_index(self) -> int:
         """Of the only choice, or of the first."""
         return self.choices[0].next_index
-
-    @property
-    def is_over(self) -> bool:
-        """Every choice has finished."""
-        return all(choice.finished for choice in self.choices)
 
     @property
     def endings(self) -> list[tuple[Finished, Output]]:
@@ -149,7 +146,10 @@ class Progress:
         number = event.choice if len(self.choices) > 1 else 0
         if number >= len(self.choices):
             raise BrokenStream(f"Request {self.request_id} has {len(self.choices)} choices, an event came for choice {number}.")
-        return self.choices[number].take(event)
+        delta = self.choices[number].take(event)
+        if isinstance(event, Finished):
+            self.is_over = all(choice.finished for choice in self.choices)
+        return delta
 
     def _greet(self, event: Accepted) -> None:
         if self._greeted:

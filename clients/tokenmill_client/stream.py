@@ -140,7 +140,8 @@ class AsyncStream(AsyncIterator[Delta]):
             except Unavailable as error:
                 failure = error
             else:
-                self._made_good()
+                if self._lost_s is not None:
+                    self._made_good(self._lost_s)
                 return event
             await self._await_next_try(failure)
 
@@ -154,13 +155,12 @@ class AsyncStream(AsyncIterator[Delta]):
             raise Unavailable(f"The stream of request {self.request_id} ended before the request did.")
         return event
 
-    def _made_good(self) -> None:
-        if self._lost_s is not None:
-            level = logging.INFO if self._outage_told else logging.DEBUG
-            after_s = time.monotonic() - self._lost_s
-            next_index = self._progress.next_index
-            _log.log(level, "stream of request %s taken up again at token %d after %.2f s", self.request_id, next_index, after_s)
-            self._lost_s, self._outage_told = None, False
+    def _made_good(self, lost_s: float) -> None:
+        level = logging.INFO if self._outage_told else logging.DEBUG
+        after_s = time.monotonic() - lost_s
+        next_index = self._progress.next_index
+        _log.log(level, "stream of request %s taken up again at token %d after %.2f s", self.request_id, next_index, after_s)
+        self._lost_s, self._outage_told = None, False
 
     async def _await_next_try(self, failure: TokenmillError) -> None:
         self._call = None

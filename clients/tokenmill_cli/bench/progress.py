@@ -14,13 +14,16 @@ from tokenmill_cli.bench.runner import Tally, Workload
 @contextmanager
 def live(screen: Console, name: str, workload: Workload) -> Iterator[Callable[[Tally], None]]:
     """On a terminal; nothing into a pipe."""
+    if not screen.is_terminal:
+        yield lambda tally: None
+        return
     columns = (
         TextColumn(f"{name:<10}"),
         BarColumn(bar_width=30),
         TextColumn("{task.completed}/{task.total} tokens, {task.fields[state]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+    with Progress(*columns, console=screen, transient=True) as progress:
         task = progress.add_task("", total=workload.output_tokens, state="")
 
         def on_progress(tally: Tally) -> None:

@@ -44,12 +44,13 @@ def _delta(delta: types_pb2.StreamEvent.Delta, choice: int) -> records.Delta:
         token_count=delta.token_count,
         token_ids=tuple(delta.token_ids),
         text=delta.text,
-        logprobs=tuple(
-            records.TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
-            for entry in delta.logprobs
-        ),
+        logprobs=tuple(map(_token_logprobs, delta.logprobs)),
         choice=choice,
     )
+
+
+def _token_logprobs(entry: types_pb2.TokenLogprobs) -> records.TokenLogprobs:
+    return records.TokenLogprobs(entry.logprob, tuple([(top.token_id, top.logprob) for top in entry.top]))
 
 
 def _finished(finished: types_pb2.StreamEvent.Finished, choice: int) -> records.Finished:
