@@ -29,6 +29,8 @@ CHECKPOINT_PAGES = 4000
 # A stopped scheduler must not hold its row locks for ever: PostgreSQL ends its transaction after this long.
 STALL_TIMEOUT_S = 10.0
 
+_BEGIN_WRITING = "BEGIN IMMEDIATE"
+
 # SQLite's primary result codes that pass with time, or when an operator makes room or mends permissions.
 _PASSING_SQLITE_CODES = frozenset(
     {
@@ -115,7 +117,7 @@ def connect(url: str, *, durable: bool = True, stall_timeout_s: float = STALL_TI
     """Opens no connection yet. `durable` False trades the last commits before a power cut, never consistency, for speed."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        return Engines(_sqlite(parsed, durable, "BEGIN IMMEDIATE"), _sqlite(parsed, durable, "BEGIN"))
+        return Engines(_sqlite(parsed, durable, _BEGIN_WRITING), _sqlite(parsed, durable, "BEGIN"))
     return Engines(
         _postgresql(parsed, durable, stall_timeout_s),
         # A connection that died while idle would fail a reader; the writer repeats its writes anyhow.
@@ -143,7 +145,9 @@ def _sqlite(url: URL, durable: bool, begin: str) -> Engine:
 
     @event.listens_for(engine, "begin")
     def start(connection: Connection) -> None:
-        driver(connection).execute(begin)
+        # It may be under way already, without SQLAlchemy.
+        if not driver(connection).in_transaction:
+            driver(connection).execute(begin)
 
     return engine
 
@@ -191,6 +195,22 @@ def _postgresql(url: URL, durable: bool, stall_timeout_s: float, **options: Any)
 def driver(connection: Connection) -> Any:
     """SQLite's own connection below this one: what runs with every commit spends longer in SQLAlchemy than in the database."""
     return connection.connection.dbapi_connection
+
+
+def begin(connection: Connection) -> None:
+    """As `connection.begin()`; of SQLite's, SQLAlchemy learns only if it is asked for something in between."""
+    if connection.dialect.name == "sqlite":
+        driver(connection).execute(_BEGIN_WRITING)
+    else:
+        connection.begin()
+
+
+def commit(connection: Connection) -> None:
+    """What `begin` began. A connection that is closed instead rolls back."""
+    if connection.in_transaction():
+        connection.commit()
+    else:
+        driver(connection).commit()
 
 
 @contextmanager

@@ -16,7 +16,16 @@ from tokenmill_scheduler.ledger import actions as action_rows
 from tokenmill_scheduler.ledger import commands as command_rows
 from tokenmill_scheduler.ledger import commits, queries, store
 from tokenmill_scheduler.ledger import leases as lease_rows
-from tokenmill_scheduler.ledger.engine import STALL_TIMEOUT_S, DatabaseFile, Engines, connect, driver_errors, parse_url
+from tokenmill_scheduler.ledger.engine import (
+    STALL_TIMEOUT_S,
+    DatabaseFile,
+    Engines,
+    begin,
+    commit,
+    connect,
+    driver_errors,
+    parse_url,
+)
 from tokenmill_scheduler.ledger.errors import LedgerConflict
 from tokenmill_scheduler.ledger.migrate import prepare
 from tokenmill_scheduler.ledger.records import (
@@ -228,11 +237,11 @@ class SqlLedger:
         return outcomes
 
     def _write_on(self, connection: Connection, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
-        transaction = connection.begin()
+        begin(connection)
         count = None if lease is None else self._hold(connection, lease)
         outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)
         try:
-            transaction.commit()
+            commit(connection)
         except DBAPIError:
             if lease is not None and count is not None:
                 self._in_doubt = _InDoubt(lease, count, tuple(records), outcomes)
