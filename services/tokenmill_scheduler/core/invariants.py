@@ -92,10 +92,13 @@ def check_sequences(executor: ExecutorState, roster: Roster) -> None:
         assert sequence.bookings == booked
         computed, known = sequence.computed, sequence.known
         for count, steps in booked:
+            left, goes_on = count, True
             for step in range(steps):
-                if known < sequence.limit:
-                    computed = min(computed + (1 if step else count - steps + 1), known)
-                    known += computed == known
+                if goes_on and left and known < sequence.limit:
+                    taken = min(1 if step else left, known - computed)
+                    computed, left = computed + taken, left - taken
+                    goes_on = computed == known
+                    known += goes_on
         assert (sequence.planned_computed, sequence.planned_known) == (computed, known)
         assert not sequence.predicted or sequence.computed == 0
         assert 0 <= sequence.computed <= sequence.known

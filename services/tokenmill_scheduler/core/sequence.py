@@ -109,14 +109,14 @@ class Sequence:
                 self._carry_out(count, steps)
 
     def _carry_out(self, count: int, steps: int) -> None:
-        """What one plan does to the planned figures, as the executor does it."""
+        """What one plan does to the planned figures, as the executor does it: who samples in a step takes a further one."""
         if self.exhausted:
             return
-        first = count - (steps - 1)
-        self.planned_computed = min(self.planned_computed + first, self.planned_known)
-        self.planned_known += self.planned_computed == self.planned_known
-        if steps > 1:
-            self._decode(min(steps - 1, self.limit - self.planned_known))
+        first = min(count, self.planned_known - self.planned_computed)
+        self.planned_computed += first
+        if self.planned_computed == self.planned_known:
+            self.planned_known += 1
+            self._decode(min(steps - 1, count - first, self.limit - self.planned_known))
 
     def _decode(self, steps: int) -> None:
         self.planned_computed += steps

@@ -122,6 +122,17 @@ def test_exhausted_when_the_plans_out_bring_it_to_its_limit() -> None:
     assert sequence.exhausted
 
 
+def test_who_has_not_sampled_in_the_first_step_of_a_plan_does_not_go_on() -> None:
+    """Its prompt was refused in the plan ahead: of the two tokens that it may have in two steps, both are the prompt's."""
+    sequence = _sequence(known=4)
+    sequence.plan(4)
+    sequence.plan(1)
+    sequence.go_on(1)
+    assert (sequence.planned_computed, sequence.planned_known) == (6, 7)
+    sequence.settle(0, 0)
+    assert (sequence.planned_computed, sequence.planned_known) == (2, 4)
+
+
 def test_the_forecast_subtracts_what_is_promised_until_a_result_confirms_it() -> None:
     forecast, sequence = Forecast(block_size=4, available=10), _sequence(known=8)
     forecast.reserve(sequence, 3)
