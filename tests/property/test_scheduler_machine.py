@@ -34,6 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Executor y is larger and of another shape than x, and serves the same model."""
 
     GROUPS: ClassVar[tuple[BlockGroup, ...]] = FULL_ATTENTION
+    # Slots run short, not blocks, and plans are of several steps.
+    ROOMY: ClassVar[bool] = False
 
     @initialize(
         policy=st.sampled_from(POLICIES),
@@ -72,6 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         least_shared: int,
         first: list[tuple[int, int, int]],
     ) -> None:
+        if self.ROOMY:
+            num_blocks, budget, depth, max_steps, two = 8 * num_blocks, 2 * budget, min(depth, 2), 1 + max_steps, False
         config = SchedulerConfig(
             max_num_seqs,
             budget,
