@@ -116,7 +116,8 @@ class Sequence:
         self.planned_computed += first
         if self.planned_computed == self.planned_known:
             self.planned_known += 1
-            self._decode(min(steps - 1, count - first, self.limit - self.planned_known))
+            if steps > 1:
+                self._decode(min(steps - 1, count - first, self.limit - self.planned_known))
 
     def _decode(self, steps: int) -> None:
         self.planned_computed += steps
