@@ -18,11 +18,10 @@ from tokenmill_scheduler.desk.records import Chunk, Ended
 class Feed:
     """The output of one live request: `tokens` as generated, of which readers may see the first `committed`.
 
-    `logprobs` is empty or has one entry a token. `ended` is set when the end is committed. `takes` counts what readers have taken,
-    `waiting` the readers that have taken all there is and wait for more.
+    `logprobs` is empty or has one entry a token. `ended` is set when the end is committed. `takes` counts what readers have taken.
     """
 
-    __slots__ = ("_changed", "_closed", "committed", "ended", "logprobs", "readers", "takes", "tokens", "waiting")
+    __slots__ = ("_closed", "_waiters", "committed", "ended", "logprobs", "readers", "takes", "tokens")
 
     def __init__(self, tokens: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] = ()) -> None:
         self.tokens = list(tokens)
@@ -31,9 +30,9 @@ class Feed:
         self.ended: Ended | None = None
         self.readers = 0
         self.takes = 0
-        self.waiting = 0
         self._closed: Unavailable | None = None
-        self._changed = asyncio.Event()
+        # One a reader that waits. (An event that is set and cleared again takes three times the calls.)
+        self._waiters: list[asyncio.Future[None]] = []
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Generated, not yet to be seen."""
@@ -72,17 +71,24 @@ class Feed:
             raise self._closed
         return None
 
+    @property
+    def waiting(self) -> int:
+        """How many readers have taken all there is and wait for more."""
+        return len(self._waiters)
+
     async def wait(self) -> None:
-        self.waiting += 1
+        """For the next change: a reader looks before it waits, so it misses nothing."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
         try:
-            await self._changed.wait()
+            await waiter
         finally:
-            self.waiting -= 1
+            self._waiters.remove(waiter)
 
     def _wake(self) -> None:
-        # Wakes those who wait now and stays clear: a reader looks before it waits, so it misses nothing.
-        self._changed.set()
-        self._changed.clear()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 class FeedReader:

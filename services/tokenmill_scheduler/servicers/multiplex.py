@@ -204,7 +204,8 @@ class Multiplexed:
                 async for event in events:
                     told = True
                     await self._outbox.added(event)
-                    await wanted.wait()
+                    if not wanted.is_set():
+                        await wanted.wait()
         except Exception as error:
             status = self._tell(error, request, told)
         self._outbox.end(request.call, status)
