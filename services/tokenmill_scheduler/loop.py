@@ -349,8 +349,9 @@ class Loop:
 
     def _record(self, records: Sequence[Record]) -> None:
         self.live.happened(records)
-        self._count(self._metrics.happened, records)
-        self._log_moves(records)
+        if moves := [record for record in records if isinstance(record, Transitioned)]:
+            self._count(self._metrics.moved, moves)
+            self._log_moves(moves)
         self._last_commit = commit = asyncio.get_running_loop().create_future()
         self._writer.append(records, partial(self._committed, records, self.clock(), commit))
 
@@ -367,9 +368,9 @@ class Loop:
         if self._was_saturated:
             self._pump_soon()
 
-    def _log_moves(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if isinstance(record, Transitioned) and (record.after in TERMINAL or record.after is State.PREEMPTED):
+    def _log_moves(self, moves: Sequence[Transitioned]) -> None:
+        for record in moves:
+            if record.after in TERMINAL or record.after is State.PREEMPTED:
                 log = self._log.warning if record.after is State.FAILED else self._log.info
                 log(
                     f"request {record.after}",

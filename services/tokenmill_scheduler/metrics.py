@@ -95,11 +95,10 @@ class Metrics:
             self._gaps.begin(request_id, request.lane, request.arrival_s)
         gauge.moved(request_id, None, state, request.arrival_s)
 
-    def happened(self, records: Sequence[Record]) -> None:
+    def moved(self, moves: Sequence[Transitioned]) -> None:
         """The core said so."""
-        for record in records:
-            if isinstance(record, Transitioned):
-                self._moved(record)
+        for move in moves:
+            self._moved(move)
 
     def _moved(self, record: Transitioned) -> None:
         if record.before is State.PREFILL and record.after is State.DECODE:
