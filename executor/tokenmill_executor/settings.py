@@ -115,11 +115,10 @@ def resolve_model(model: str, environ: Mapping[str, str]) -> str:
     """The path that `model` means: itself, or a folder of the model cache (the GGUF file in it, if it holds exactly one)."""
     if model == SIMULATED or Path(model).exists():
         return model
-    folder = model_cache(environ) / model.lower()
+    cache = model_cache(environ)
+    folder = cache / model.lower()
     if not folder.is_dir():
-        raise SettingsError(
-            f"--model {model} is no path, and no model in {folder.parent}: give a path, or run `tokenmill models pull`"
-        )
+        raise SettingsError(f"--model {model} is no path, and no model in {cache}: give a path, or run `tokenmill models pull`")
     files = sorted(folder.glob("*.gguf"))
     return str(files[0] if len(files) == 1 else folder)
 

@@ -53,8 +53,10 @@ def _read_prompt(prompt: str | None) -> str:
         raise click.UsageError("Give a prompt, or `-` to type it and end it with Ctrl-D.")
     try:
         # The newline that a shell or an editor ends a text with is not meant as part of it.
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError:
+        text = sys.stdin.read().removesuffix("\n")
+        text.encode()  # Where the locale does not say UTF-8, Python lets pass what is not, for files' names.
+        return text
+    except UnicodeError:
         raise click.UsageError("The prompt on standard input is not UTF-8 text.") from None
 
 

@@ -39,8 +39,10 @@ def test_generate_reads_standard_input(server: FakeServer, run: Run) -> None:
     assert server.requests["s"].spec.prompt.text == "dash"
 
 
-def test_standard_input_that_is_no_text(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.client.test_cli.io.StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
+@pytest.mark.parametrize("of_locale", ["strict", "surrogateescape"])
+def test_standard_input_that_is_no_text(server: FakeServer, run: Run, monkeypatch: pytest.MonkeyPatch, of_locale: str) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8", of_locale)
+    monkeypatch.setattr("tests.unit.client.test_cli.io.StringIO", lambda text: stdin)
     code, _, err = run("generate")
     assert (code, "not UTF-8 text" in err, server.calls) == (ExitCode.USAGE, True, [])
 

@@ -81,6 +81,8 @@ def test_a_model_is_a_path_or_a_name_in_the_cache(tmp_path: Path) -> None:
     folder.mkdir()
     assert resolve_model("tiny", environ) == str(folder)
     assert resolve_model("tiny", {"XDG_CACHE_HOME": str(tmp_path / "none"), "TOKENMILL_CACHE": str(tmp_path)}) == str(folder)
+    with pytest.raises(SettingsError, match=f"no model in {tmp_path}/models: "):
+        resolve_model("/no/such.gguf", {"TOKENMILL_CACHE": str(tmp_path)})
 
 
 def test_blocks_are_what_the_memory_holds_but_no_more_than_can_be_used() -> None:
