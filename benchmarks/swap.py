@@ -114,7 +114,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     options, flags = parser.parse_known_args()
     configure_logs("console", "error")
-    flags = ["--model", options.model, "--dtype", "bfloat16", *flags]
+    # Said for each engine: one that runs on the C++ kernels leaves torch, and whoever asks torch, a single thread.
+    flags = ["--model", options.model, "--dtype", "bfloat16", "--threads", str(os.cpu_count()), *flags]
     lines = [
         f"# Preempted, then resumed: recomputed or swapped, {Path(options.model).stem}, {today()}",
         "",
