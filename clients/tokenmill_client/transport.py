@@ -59,6 +59,7 @@ class Transport:
         """One call, tried again while the server is unavailable: every call of the protocol may be repeated."""
         deadline_s = time.monotonic() + (self.timeout_s if timeout is None else timeout)
         backoff = Backoff(self.retry)
+        limit_s: float | None = None  # counted from the first failure
         while True:
             address = self.current
             try:
@@ -68,7 +69,8 @@ class Transport:
                 raise
             except grpc.aio.AioRpcError as error:
                 failure = self.typed(error)
-                limit_s = min(self.retry.call_limit_s, deadline_s - time.monotonic())
+                if limit_s is None:
+                    limit_s = min(self.retry.call_limit_s, deadline_s - time.monotonic())
                 await self.pause(backoff, failure, limit_s, address)
 
     async def pause(self, backoff: Backoff, failure: TokenmillError, limit_s: float, address: str) -> None:
