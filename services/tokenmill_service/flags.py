@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 FlagGroups = Mapping[str, Mapping[str, dict[str, Any]]]
 
+_LEAST_MESSAGE_BYTES = 64 << 10
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -142,8 +143,11 @@ def size_bytes(text: str) -> int:
 
 
 def message_bytes(text: str) -> int:
+    """Of one gRPC message: a size within what one can carry and what one needs."""
     if (size := size_bytes(text)) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r} is more than gRPC can carry in one message, 2GiB")
+    if size < _LEAST_MESSAGE_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is too little for a message with a prompt and its parameters: 64KiB at least")
     return size
 
 

@@ -64,6 +64,7 @@ def test_several_executors() -> None:
         (["--grace-period", "nan"], "'nan' is not a number of seconds of at least 0"),
         (["--watermark", "1"], "'1' is not at least 0 and below 1"),
         (["--max-message-bytes", "4GiB"], "more than gRPC can carry"),
+        (["--max-message-bytes", "1"], "'1' is too little for a message with a prompt"),
         (["--max-message-bytes", "much"], "'much' is not a size such as 2GiB or 64MiB"),
         (["--policy", "random"], "invalid choice: 'random'"),
         (["--durability", "none"], "invalid choice: 'none'"),
