@@ -14,7 +14,7 @@ there is a margin of its own: how long such a step takes is not foreseen as well
 A plan of several steps costs one round trip. It is to end when as many are done as fit into the time that a token may wait for
 others (`Repeats`). The next plan cuts it short, so what happens meanwhile (`hurry`) waits for one step only. It may have some more
 steps than fit, for the executor to go on with while the next plan is late: in place of idle and waiting time, the margin is then
-balanced by how much too many or too few steps were done. One that is well below what fits, as ahead of an end, may finish.
+balanced by how much too many or too few steps were done. One that is shorter than it could be, ahead of an end, may finish.
 
 Must not know: the core, connections, asyncio.
 """
@@ -161,15 +161,15 @@ class Pacer:
 
     @property
     def lets_finish(self) -> bool:
-        """Whether the next plan is to let the plan ahead take all its steps: nothing has happened, and even if these take a third
-        longer than foreseen, no token waits too long."""
+        """Whether the plan ahead may take all its steps before the next one: nothing has happened, and none is in reserve."""
         ahead = self._out[-1] if self._out else None
-        return ahead is not None and not self._hurried and 1 < ahead.shape.steps <= self._fitting_steps() * 3 // 4
+        return ahead is not None and not self._hurried and 1 < ahead.shape.steps == ahead.steps
 
     def sent(self, shape: StepShape, now_s: float) -> None:
         if not self._out:
             self._started_s = now_s + self.round_trip_s
-        steps = min(shape.steps, self._fitting_steps())
+        # One that is shorter than it could be reaches an end: what it left undone would take a plan of its own.
+        steps = shape.steps if shape.steps < self.most_steps() else min(shape.steps, self._fitting_steps())
         paced = not self._declined and not self._hurried
         self._out.append(_PlanOut(shape, steps, now_s, not self._workless, paced, self._newest))
         self._newest = shape

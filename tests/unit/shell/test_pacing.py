@@ -269,12 +269,16 @@ def test_the_margin_is_balanced_by_steps_too_many_and_too_few(steps_done: int, q
     assert pacer.margins_s[False] - before_s == pytest.approx(change_s)
 
 
-@pytest.mark.parametrize(("steps", "lets_finish"), [(1, False), (2, True), (3, True), (4, False), (6, False)])
-def test_the_next_plan_lets_steps_finish_that_are_well_below_what_fits(steps: int, lets_finish: bool) -> None:
+@pytest.mark.parametrize(("steps", "lets_finish"), [(1, False), (2, True), (4, True), (5, True), (6, False)])
+def test_the_next_plan_lets_steps_finish_of_which_none_is_in_reserve(steps: int, lets_finish: bool) -> None:
     pacer = repeating()
     assert not pacer.lets_finish
     pacer.sent(replace(DECODE, steps=steps), 0.02)
     assert pacer.lets_finish is lets_finish
+    # Its successor is due ahead of its last step, or of the last that fits.
+    due_s = pacer.due_s(0.02)
+    assert due_s is not None
+    assert 0.02 + (min(steps, 5) - 1) * 0.01 < due_s < 0.02 + min(steps, 5) * 0.01
     pacer.hurry()
     assert not pacer.lets_finish, "what has happened waits for one step only"
 
