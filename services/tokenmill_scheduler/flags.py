@@ -87,7 +87,7 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--commit-interval": {
             "type": seconds,
-            "default": 0.05,
+            "default": 0.1,
             "help": "for how long a token may wait for others, of its stream (--num-scheduler-steps) and of other streams, to be "
             "committed and sent with them, in seconds; first tokens and ends never wait; 0: none does",
         },
@@ -112,7 +112,7 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--max-num-batched-tokens": {"type": count, "default": 512, "help": "most tokens in a step, prefill and decode together"},
         "--num-scheduler-steps": {
             "type": count,
-            "default": 16,
+            "default": 32,
             "help": "most steps that an executor may take on one plan while all it has is to decode and nothing happens, within "
             "--commit-interval; whatever happens is seen to after the step in progress. 1: a plan for each",
         },
