@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenmill_executor.engine import Engine
+from tokenmill_executor.loading import Loader
 from tokenmill_executor.records import Admission, Plan, Result, SequenceFinish
 from tokenmill_executor.runner import SamplingParams
+from tokenmill_executor.settings import parse_settings
 
 TOKEN_BUDGET = 512
 # Of a plan that only decodes; as good as any larger number.
 MOST_STEPS = 16
+
+
+def load_engine(flags: Sequence[str], environ: Mapping[str, str] = os.environ) -> Engine:
+    """Of an executor with these flags that has been idle for a while: no step waits for memory that is new to the process."""
+    engine = Loader(parse_settings(flags, environ)).load()
+    while engine.populate_some():
+        pass
+    return engine
 
 
 @dataclass(frozen=True)

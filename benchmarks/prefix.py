@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill_executor.engine import Engine
-from tokenmill_executor.loading import Loader
 from tokenmill_executor.records import Admission, Plan
 from tokenmill_executor.runner import SamplingParams
-from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
+from benchmarks.bare import load_engine
 from benchmarks.tables import keep, today
 
 TOKEN_BUDGET = 512
@@ -130,9 +129,7 @@ def main() -> None:
     for caching in [False, True] * options.repeat:
         # A fresh engine each time: nothing is left of the run before.
         flag = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
-        engine = Loader(parse_settings([*flags, flag], os.environ)).load()
-        while engine.populate_some():
-            pass
+        engine = load_engine([*flags, flag])
         serve(engine, [[*shared, 99]], first_id=1)
         runs[caching].append(serve(engine, prompts, first_id=2))
     assert len({str(run.outputs) for both in runs.values() for run in both}) == 1, "the tokens differ"

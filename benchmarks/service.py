@@ -28,11 +28,9 @@ from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import inference_pb2 as pb
 from tokenmill.inference.v1.types_pb2 import SamplingParams
 from tokenmill_executor.engine import Engine
-from tokenmill_executor.loading import Loader
-from tokenmill_executor.settings import parse_settings
 from tokenmill_service.logs import configure_logs
 
-from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job
+from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job, load_engine
 from benchmarks.cpu_time import CpuTime, wait_idle
 from benchmarks.tables import keep, today
 from tests.fakes.calls import Caller, Stream
@@ -141,9 +139,7 @@ class Compared:
 
 def compare(slots: int, repeat: int, executor_flags: Sequence[str]) -> Compared:
     jobs = workload(slots)
-    engine = Loader(parse_settings(executor_flags, {})).load()
-    while engine.populate_some():
-        pass
+    engine = load_engine(executor_flags, {})
     bare, service = [], []
     with Processes() as processes:
         executor = processes.executor(*executor_flags)

@@ -19,11 +19,9 @@ from tokenmill_cli.bench.measurements import read
 from tokenmill_client import Client
 from tokenmill_client.admin_records import Executor
 from tokenmill_executor.engine import Engine
-from tokenmill_executor.loading import Loader
-from tokenmill_executor.settings import parse_settings
 from tokenmill_workloads import prompts
 
-from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job
+from benchmarks.bare import TOKEN_BUDGET, BareLoop, Job, load_engine
 from benchmarks.cpu_time import CpuTime, wait_idle
 from benchmarks.speed.workloads import PRECISIONS, SEED, WARM_UP, WARM_UP_SCALE, Measured, Run, Workload
 from tests.fakes.processes import Processes, ServiceProcess, wait_serving
@@ -96,9 +94,7 @@ def run_bare(engine: Engine, workload: Workload, seed: int, length_scale: float,
 def measure(model: str, precision: str, workloads: Sequence[Workload], repeat: int, length_scale: float) -> Iterator[Measured]:
     """A scheduler serves one number of slots; the executor goes on from one to the next."""
     flags = ["--model", model, "--threads", str(os.cpu_count()), *PRECISIONS[precision]]
-    engine = Loader(parse_settings(flags, os.environ)).load()
-    while engine.populate_some():
-        pass
+    engine = load_engine(flags)
     with Processes() as processes:
         executor = processes.executor(*flags)
         wait_idle(executor.pid)
