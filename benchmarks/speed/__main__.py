@@ -4,14 +4,15 @@
 
 Executor and scheduler are processes, so is the client (`tokenmill bench`, over gRPC); the ledger is SQLite, durable against a power
 cut. The same requests are run by the bare engine (`benchmarks.bare`), in turns with the service; the tables have medians. With
---peers, other servers are installed into environments of their own in FOLDER and get the same requests. Writes a table and all
-figures to benchmarks/results/.
+--peers, other servers are installed into environments of their own in FOLDER and get the same requests. Writes a table, a plot and
+all figures to benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +21,10 @@ from tokenmill_service.logs import configure_logs
 
 from benchmarks.speed.measure import measure
 from benchmarks.speed.peers import PEERS, measure_peer
+from benchmarks.speed.plot import draw
 from benchmarks.speed.table import table
 from benchmarks.speed.workloads import PRECISIONS, WORKLOADS
-from benchmarks.tables import keep, table_path
+from benchmarks.tables import keep, table_path, today
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,6 +59,7 @@ def main() -> None:
     name = Path(options.model).stem
     report = table(name, options.repeat, options.length_scale, measured, peers)
     keep(f"speed-{name}", report)
+    draw(f"{name}, {os.cpu_count()} cores, {today()}", measured, peers, table_path(f"speed-{name}").with_suffix(".svg"))
     raw = {"measured": [asdict(one) for one in measured], "peers": [asdict(peer) for peer in peers]}
     table_path(f"speed-{name}").with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
 

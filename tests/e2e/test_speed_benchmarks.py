@@ -19,8 +19,9 @@ from benchmarks.prediction import measuring
 from benchmarks.speed import peers
 from benchmarks.speed.measure import measure
 from benchmarks.speed.peers.peer import PeerError, Send
+from benchmarks.speed.plot import draw
 from benchmarks.speed.table import table
-from benchmarks.speed.workloads import WORKLOADS
+from benchmarks.speed.workloads import WORKLOADS, Measured, Run
 from tests.fakes.calls import foretold
 
 
@@ -36,6 +37,17 @@ def test_the_service_is_measured_beside_the_bare_engine() -> None:
     rows = [line for line in report.splitlines() if line.startswith(("| W4", "| W5"))]
     assert len(rows) == 6  # tokens a second, CPU time, peers
     assert "- another: does not run here: no compiler" in report
+
+
+def test_every_server_has_a_bar_on_every_workload(tmp_path: Path) -> None:
+    chosen = WORKLOADS[:2]
+    measured = [Measured(workload, "bf16", [Run(1_200, 1), Run(1_300, 1), Run(9_000, 1)]) for workload in chosen]
+    draw("title", measured, [peers.PeerMeasured("another", "does not run here: no compiler")], tmp_path / "first.svg")
+    draw("title", measured, [peers.PeerMeasured("another", "does not run here: no compiler")], tmp_path / "again.svg")
+    picture = (tmp_path / "first.svg").read_text()
+    assert picture.count(">1,300</text>") == picture.count(">–</text>") == len(chosen)
+    assert picture.count(">another</text>") == picture.count(">tokenmill bf16</text>") == 1
+    assert picture == (tmp_path / "again.svg").read_text()
 
 
 def test_the_bare_loop_makes_the_right_tokens_with_and_without_a_prefix_cache() -> None:
