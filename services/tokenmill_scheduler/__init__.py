@@ -3,13 +3,14 @@
 A map of its files, along a request's way; `loop` is the place to begin.
 
     it comes           servicers/, intake/, desk/, `loop_desk`; `arrivals` through the `gate` with its `tenants`, into ledger/
-    it is decided on   `loop` and core/; `live` is what the loop knows of it, `stops` finds its stop strings
+    it is decided on   `loop` and core/, asked for plans by the `pump`; `live` is what the loop knows of it, `stops` finds its
+                       stop strings, the `recorder` has what happened made durable and told
     it runs            `executors`: a `link` to each address, a `session` an epoch, a `drive` at the `pacing` of its plans;
                        `wire` is the plan protocol in protobuf, `result_check` what may be answered
     it is told         `streams`, `readers`; `ranking` of several choices; text/; `idle` clients
     it is changed      `control`, `changes`, `lookup`, `reads`; by operators through `operators`, `ordering_choice`
     it is kept         ledger/, `recovery` after a restart, `retention`; journal/ of every decision
     others             `peers` of the same database: `lease`, `relay` of commands, `followers` of streams, `handover` of requests
-    it is watched      `metrics`, `latency`, `tally`, `exposition`, `health`
+    it is watched      `overview`, `metrics`, `latency`, `tally`, `exposition`, `health`
     the process        `__main__`, `settings` from `flags`, `process`, `server` with `grpc_server`, `access`, `models`; the `clock`
 """

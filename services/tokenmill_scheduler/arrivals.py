@@ -17,8 +17,9 @@ from tokenmill_scheduler.gate import Gate
 from tokenmill_scheduler.ledger.errors import LeaseLost, LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import Action, Outcome, Submission
-from tokenmill_scheduler.loop import Loop, RecordWriter
+from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
+from tokenmill_scheduler.recorder import RecordWriter
 
 # A submission that takes longer looks whether the database is away.
 OUTAGE_LOOK_S = 0.5

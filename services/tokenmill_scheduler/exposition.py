@@ -21,6 +21,7 @@ from tokenmill_scheduler.desk.records import ExecutorStatus
 from tokenmill_scheduler.latency import Latency
 from tokenmill_scheduler.ledger.writer import LedgerWriter
 from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.overview import executor_statuses
 from tokenmill_scheduler.pacing import Pacer
 
 _PREFIX = "tokenmill_"
@@ -116,7 +117,7 @@ class Exposition:
         yield _counter("stale_results", "Results and rows of results that nobody wanted any more", value=counters.stale_results)
 
     def _executors(self) -> Iterator[Metric]:
-        known = self._loop.executors()
+        known = executor_statuses(self._loop)
         there = [executor for executor in known if executor.connected]
 
         def each(figure: Callable[[ExecutorStatus], float], among: Sequence[ExecutorStatus] = there) -> dict[str, float]:

@@ -20,8 +20,10 @@ from tokenmill_scheduler.desk.errors import Unavailable
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import Handover, Lease, Outcome
-from tokenmill_scheduler.loop import Loop, RecordWriter
+from tokenmill_scheduler.loop import Loop
+from tokenmill_scheduler.overview import connected_executors
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
+from tokenmill_scheduler.recorder import RecordWriter
 from tokenmill_scheduler.recovery import take_up
 from tokenmill_scheduler.streams import Feed
 
@@ -75,7 +77,7 @@ class Handovers:
 
     async def look(self) -> None:
         """Tells of the executors here, learns of those elsewhere, and gives away what they alone can run."""
-        given, connected = self._given, self._loop.connected()
+        given, connected = self._given, connected_executors(self._loop)
         if connected != self._told:
             await asyncio.to_thread(self._ledger.tell_executors, self._lease, list(connected.values()))
             self._told = connected

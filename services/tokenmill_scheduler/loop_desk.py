@@ -37,10 +37,12 @@ from tokenmill_scheduler.ledger.records import (
     Verb,
 )
 from tokenmill_scheduler.lookup import Lookup
-from tokenmill_scheduler.loop import Loop, RecordWriter
+from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.models import Models
+from tokenmill_scheduler.overview import executor_statuses, load
 from tokenmill_scheduler.readers import Readers
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
+from tokenmill_scheduler.recorder import RecordWriter
 from tokenmill_scheduler.relay import Relay
 from tokenmill_scheduler.tenants import TenantLimits
 
@@ -194,11 +196,11 @@ class LoopDesk:
         if stored.lease != self._lookup.lease:
             words = f"scheduler {stored.scheduler} has it" if stored.scheduler else "it is being taken over by another scheduler"
             return RequestStatus(stored, words, WaitCode.ELSEWHERE)
-        why = self._loop.why_waits(stored.request.request_id)
+        why = self._loop.scheduler.why_waits(stored.request.request_id)
         return RequestStatus(stored) if why is None else RequestStatus(stored, why.words, why.code)
 
     def executors(self) -> tuple[ExecutorStatus, ...]:
-        return tuple([replace(s, scheduler=self._name) if s.connected else s for s in self._loop.executors()])
+        return tuple([replace(s, scheduler=self._name) if s.connected else s for s in executor_statuses(self._loop)])
 
     def load(self) -> Load:
-        return self._loop.load()
+        return load(self._loop, self._writer.backlog)

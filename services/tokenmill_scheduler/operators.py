@@ -20,6 +20,7 @@ from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import POLICY, Action, ActionPage, ActionQuery, ActionVerb, Hold
 from tokenmill_scheduler.loop import Loop
 from tokenmill_scheduler.ordering_choice import OrderingChoice
+from tokenmill_scheduler.overview import executor_statuses
 from tokenmill_scheduler.reads import RETRY_DELAY_S, read_ledger
 
 LOOK_INTERVAL_S = 2.0
@@ -34,7 +35,7 @@ class Operators:
         self._loop = loop
         self._ledger = ledger
         self._check_open = check_open
-        self._configured = OrderingChoice.of(loop.ordering)
+        self._configured = OrderingChoice.of(loop.scheduler.ordering)
         self._log = structlog.get_logger(__name__)
         self._holds: dict[str, Hold] = {}
         # Our own changes: what was read before the last of them was durable is out of date.
@@ -62,11 +63,11 @@ class Operators:
 
     def policy(self) -> PolicyStatus:
         hold = self._holds.get(POLICY)
-        return PolicyStatus(OrderingChoice.of(self._loop.ordering), "" if hold is None else _why(hold))
+        return PolicyStatus(OrderingChoice.of(self._loop.scheduler.ordering), "" if hold is None else _why(hold))
 
     async def set_policy(self, choice: OrderingChoice, actor: str, reason: str) -> bool:
         await self._catch_up()
-        if choice == OrderingChoice.of(self._loop.ordering):
+        if choice == OrderingChoice.of(self._loop.scheduler.ordering):
             return False
         hold = Hold(POLICY, actor, reason, self._loop.clock(), str(choice))
         self._holds[POLICY] = hold
@@ -146,7 +147,7 @@ class Operators:
         self._durable += 1
 
     def _executor(self, name: str) -> ExecutorStatus:
-        for executor in self._loop.executors():
+        for executor in executor_statuses(self._loop):
             if executor.name == name:
                 return executor
         raise UnknownExecutor(f"no executor '{name}' has joined")

@@ -46,7 +46,7 @@ async def test_c38_n_counts_as_n() -> None:
             await shell.submit(request(name))
         refused.append(full.value.retry_delay_s)
     assert all(delay is not None and delay > 0 for delay in refused)
-    assert shell.loop.load().num_requests_waiting == 2
+    assert shell.desk.load().num_requests_waiting == 2
     assert [stored.request.request_id for stored in shell.ledger.query(RequestQuery(oldest_first=True)).requests] == ["a", "a/1"]
 
 
@@ -61,7 +61,7 @@ async def test_c38_choices_on_their_way_to_disk_count_too() -> None:
     await settle()
     shell.writer.commit()
     await asyncio.gather(arriving, last)
-    assert shell.loop.load().num_requests_waiting == 4
+    assert shell.desk.load().num_requests_waiting == 4
 
 
 async def test_each_choice_has_its_own_stream_and_they_run_together(shell: Shell) -> None:
@@ -93,7 +93,7 @@ async def test_c10_cancelling_the_request_ends_every_choice(shell: Shell) -> Non
     assert states(shell) == [State.CANCELLED] * 3
     assert await shell.desk.cancel("a", "again") == Cancellation(State.CANCELLED, already_ended=True)
     await shell.run_out()
-    assert (shell.loop.load().num_requests_running, len(shell.loop.live)) == (0, 0)
+    assert (shell.desk.load().num_requests_running, len(shell.loop.live)) == (0, 0)
 
 
 async def test_a_request_whose_first_choice_has_ended_can_still_be_cancelled_and_updated(shell: Shell) -> None:

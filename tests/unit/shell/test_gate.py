@@ -42,7 +42,7 @@ async def test_c38_queue_tokens_have_a_limit_and_what_can_never_fit_is_told_so()
     answers = await asyncio.gather(*[desk.submit(request(name), b"d") for name in "abcde"], return_exceptions=True)
     refused = [answer for answer in answers if isinstance(answer, QueueFull)]
     assert [(error.limit, error.retry_delay_s) for error in refused] == [("max_queue_tokens", UNKNOWN_S)] * 3
-    assert shell.loop.load().queued_tokens == 14
+    assert shell.desk.load().queued_tokens == 14
     assert await asyncio.to_thread(shell.ledger.find, "c") is None
     hopeless = await _refusal(desk.submit(request("f", max_tokens=18), b"d"))
     assert (hopeless.limit, hopeless.retry_delay_s) == ("max_queue_tokens", None)
@@ -98,7 +98,7 @@ async def test_over_quota_waits_or_is_refused_as_the_tenant_s_limits_say() -> No
             await settle()
             status = await desk.status("b")
             # Of another lease's the loop would not know: the fake writes under none.
-            assert shell.loop.wait_reason(status.stored.request.request_id) == "tenant t has 1 of 1 sequences running"
+            assert shell.loop.scheduler.wait_reason(status.stored.request.request_id) == "tenant t has 1 of 1 sequences running"
         await shell.run_out()
 
 

@@ -107,8 +107,8 @@ async def test_what_only_an_executor_given_away_can_run_goes_on_at_its_new_drive
     gone(mine)
     await settle()
     assert len(mine.loop.live) == len(mine.loop.live.attended) == 0
-    assert mine.loop.load().num_requests_waiting == sum(lane.waiting for lane in mine.loop.load().lanes) == 0
-    assert mine.loop.executors() == ()
+    assert mine.desk.load().num_requests_waiting == sum(lane.waiting for lane in mine.desk.load().lanes) == 0
+    assert mine.desk.executors() == ()
     with pytest.raises(Unavailable, match="another scheduler has this request now"):
         [item async for item in reading.chunks]
     await reading.chunks.aclose()
@@ -136,7 +136,7 @@ async def test_where_nobody_drives_the_executor_any_more_its_requests_stay_and_g
     gone(mine)
 
     await eventually(lambda: is_live(mine, "a"))
-    assert mine.loop.why_waits("a") is not None
+    assert mine.loop.scheduler.why_waits("a") is not None
     await mine.join(epoch=2)
     attachment = await mine.desk.attach("a", 0)
     await mine.run_out()

@@ -79,7 +79,7 @@ async def test_a_submit_is_answered_once_it_is_durable(shell: Shell) -> None:
     assert shell.ledger.find("a") is None
     shell.writer.commit()
     assert await submitting == Submitted("a", joined=False)
-    assert shell.loop.load().num_requests_waiting == 1
+    assert shell.desk.load().num_requests_waiting == 1
 
 
 async def test_a_request_runs_to_its_end(shell: Shell) -> None:
@@ -150,7 +150,7 @@ async def test_c38_the_queue_has_a_limit() -> None:
     full = [answer for answer in answers if isinstance(answer, QueueFull)]
     assert len(full) == 3
     assert all(answer.retry_delay_s for answer in full)
-    assert shell.loop.load().num_requests_waiting == 2
+    assert shell.desk.load().num_requests_waiting == 2
     assert (await shell.submit(request("a"))).joined, "one that is known needs no place"
 
 
@@ -316,7 +316,7 @@ async def test_c13_the_last_reader_of_a_request_that_is_not_detached_takes_it_al
     await shell.run_out()
     advanced = [plan for plan in shell.executor.plans[plans:] if plan.advance_sequence_ids]
     assert advanced == [], "no plan made after it left advances it"
-    assert shell.loop.load().kv_cache_usage == 0
+    assert shell.desk.load().kv_cache_usage == 0
 
 
 async def test_a_detached_request_needs_no_reader(shell: Shell) -> None:

@@ -148,7 +148,7 @@ async def test_c69_a_preempted_and_resumed_request_has_one_first_token() -> None
     await shell.step()
     await shell.submit(request("high", priority=9, max_tokens=2))
     await shell.run_out()
-    assert shell.loop.load().preemptions == 1
+    assert shell.desk.load().preemptions == 1
     assert count(metrics.time_to_first_token.total()) == 2
     assert count(metrics.inter_token.total()) == 5 + 1
     assert metrics.finished[FinishReason.LENGTH] == metrics.accepted[Lane.STANDARD] == count(metrics.end_to_end.total()) == 2
@@ -202,9 +202,9 @@ async def test_lanes_follow_the_core() -> None:
     await shell.submit(request("runs", lane=Lane.REAL_TIME))
     await shell.submit(request("waits", lane=Lane.BATCH))
     shell.clock.now_s += 5.0
-    loads = {load.lane: (load.running, load.waiting, load.oldest_wait_s) for load in shell.loop.load().lanes}
+    loads = {load.lane: (load.running, load.waiting, load.oldest_wait_s) for load in shell.desk.load().lanes}
     assert loads[Lane.REAL_TIME] == (1, 0, 0.0)
     assert loads[Lane.BATCH][:2] == (0, 1)
     assert loads[Lane.BATCH][2] >= 5.0
     await shell.run_out()
-    assert {(load.running, load.waiting, load.oldest_wait_s) for load in shell.loop.load().lanes} == {(0, 0, 0.0)}
+    assert {(load.running, load.waiting, load.oldest_wait_s) for load in shell.desk.load().lanes} == {(0, 0, 0.0)}

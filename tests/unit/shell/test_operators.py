@@ -35,7 +35,7 @@ def actions(shell: Shell, target: str = "") -> list[Action]:
 
 
 async def paused(shell: Shell) -> bool:
-    return shell.loop.load().queue_paused != ""
+    return shell.desk.load().queue_paused != ""
 
 
 def choice(policy: str, *, fair_share: bool = False, batch: int = 10) -> OrderingChoice:
@@ -62,7 +62,7 @@ async def test_a_policy_that_was_set_orders_what_waits_and_survives_a_restart(sh
 
     again, operators = await restarted(shell)
     assert operators.policy() == PolicyStatus(choice("sjf", fair_share=True, batch=5), "by ann: many short ones")
-    assert again.loop.load().policy == "sjf"
+    assert again.desk.load().policy == "sjf"
     await again.join()
     await operators.resume_queue("ann", "")
     await settle()
@@ -87,7 +87,7 @@ async def test_a_policy_set_through_one_scheduler_holds_for_all_of_its_database(
         assert mine.policy().choice == turn
     await theirs.reset_policy("ann", "")
     await mine.refresh()
-    assert shell.loop.load().policy == "fcfs"
+    assert shell.desk.load().policy == "fcfs"
 
 
 async def test_a_policy_that_this_version_does_not_know_leaves_that_of_the_settings_in_force(shell: Shell) -> None:
@@ -122,7 +122,7 @@ async def test_a_paused_queue_says_by_whom_and_why_and_survives_a_restart(shell:
     assert not await operators.pause_queue("bob", "me too"), "it stays ann's"
     await shell.submit(request("a"))
     assert shell.executor.plans == []
-    assert shell.loop.load().queue_paused == "by ann: new model"
+    assert shell.desk.load().queue_paused == "by ann: new model"
     assert (await shell.desk.status("a")).wait_reason == "the queue is paused by ann: new model"
 
     again, operators = await restarted(shell)
@@ -130,7 +130,7 @@ async def test_a_paused_queue_says_by_whom_and_why_and_survives_a_restart(shell:
     assert again.executor.plans == []
     assert await operators.resume_queue("bob", "")
     assert not await operators.resume_queue("bob", "")
-    assert again.loop.load().queue_paused == ""
+    assert again.desk.load().queue_paused == ""
     await settle()
     await again.run_out()
     assert (await again.desk.status("a")).stored.state is State.DONE
@@ -159,7 +159,7 @@ async def test_a_drained_executor_stays_so_across_a_restart_and_its_work_goes_el
     with pytest.raises(UnknownExecutor):
         await operators.undrain_executor("played", "ann", "")
     await again.join()
-    assert again.loop.executors()[0].draining
+    assert again.desk.executors()[0].draining
     assert not (await operators.undrain_executor("played", "ann", "")).draining
     assert [action.verb for action in actions(shell, "played")] == [ActionVerb.UNDRAIN_EXECUTOR, ActionVerb.DRAIN_EXECUTOR]
 
@@ -169,10 +169,10 @@ async def test_what_another_scheduler_of_the_database_holds_back_holds_here_too(
     mine, theirs = operators_of(shell), operators_of(other)
     await theirs.pause_queue("ann", "")
     await mine.refresh()
-    assert shell.loop.load().queue_paused == "by ann"
+    assert shell.desk.load().queue_paused == "by ann"
     await mine.resume_queue("bob", "")
     await theirs.refresh()
-    assert other.loop.load().queue_paused == ""
+    assert other.desk.load().queue_paused == ""
 
 
 async def test_a_change_at_one_scheduler_is_known_to_the_next_change_at_another_before_it_looks(shell: Shell) -> None:
@@ -195,11 +195,11 @@ async def test_what_was_read_before_a_change_was_durable_does_not_undo_it(shell:
     pausing = asyncio.create_task(operators.pause_queue("ann", ""))
     await settle()
     await operators.refresh()
-    assert shell.loop.load().queue_paused == "by ann"
+    assert shell.desk.load().queue_paused == "by ann"
     shell.writer.commit()
     assert await pausing
     await operators.refresh()
-    assert shell.loop.load().queue_paused == "by ann"
+    assert shell.desk.load().queue_paused == "by ann"
 
 
 async def test_an_operator_who_goes_in_mid_change_stops_nobody_from_seeing_later_ones(shell: Shell) -> None:
@@ -212,12 +212,12 @@ async def test_an_operator_who_goes_in_mid_change_stops_nobody_from_seeing_later
     shell.writer.hold = False
     shell.writer.commit()
     await settle()
-    assert shell.loop.load().queue_paused == "by ann"
+    assert shell.desk.load().queue_paused == "by ann"
     await operators_of(shell).refresh()
     _, elsewhere = await restarted(shell)
     assert await elsewhere.resume_queue("bob", "")
     await operators.refresh()
-    assert shell.loop.load().queue_paused == ""
+    assert shell.desk.load().queue_paused == ""
 
 
 async def test_nothing_is_held_back_while_the_ledger_is_away_or_the_scheduler_stops(shell: Shell) -> None:
@@ -306,5 +306,5 @@ async def test_c69_every_request_has_one_end_whatever_operators_do() -> None:
         shell.ledger.output(name).token_ids == output_of(stored.request)[: stored.num_output_tokens]
         for name, stored in zip(names, ended, strict=True)
     )
-    load = shell.loop.load()
+    load = shell.desk.load()
     assert (load.num_requests_running, load.num_requests_waiting) == (0, 0)
