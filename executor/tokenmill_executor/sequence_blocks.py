@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from tokenmill_executor.blocks import BlockPool, BlockTable
+from tokenmill_executor.block_table import BlockTable
+from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.host_tier import HostTier
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Blocks, Fault, PrefixChanges, SequenceFault

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokenmill_executor.blocks import BlockTable
+from tokenmill_executor.block_table import BlockTable
 from tokenmill_executor.records import Admission, SequenceFinish
 from tokenmill_executor.runner import SamplingInput, SamplingParams
 

@@ -12,21 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tokenmill_cli.top.cells import ALARM, FIGURE, LABEL, QUIET, seconds
 from tokenmill_cli.top.history import History
-from tokenmill_cli.top.sections import (
-    ALARM,
-    FIGURE,
-    LABEL,
-    QUIET,
-    Section,
-    charts,
-    executors,
-    reasons,
-    requests,
-    seconds,
-    tables,
-    totals,
-)
+from tokenmill_cli.top.sections import Section, charts, executors, reasons, requests, tables, totals
 from tokenmill_cli.top.view import KEYS, View
 
 # A screen that has room for two panels side by side, for three, for why a request waits, for tall panels and for very tall ones.

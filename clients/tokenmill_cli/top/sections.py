@@ -14,11 +14,11 @@ from tokenmill_client.admin_records import Executor, LatencyHistogram, Load
 from tokenmill_client.records import RequestInfo
 
 from tokenmill_cli.output import age
+from tokenmill_cli.top.cells import ALARM, FIGURE, LABEL, QUIET, grid, seconds, short
 from tokenmill_cli.top.charts import area, bar, nice_top
 from tokenmill_cli.top.history import History
 from tokenmill_cli.top.view import View
 
-LABEL, FIGURE, QUIET, ALARM = "bold", "bold bright_white", "dim", "bold red"
 _SHARES = (0.5, 0.9, 0.99)
 _LANE_STYLES = {"real_time": "magenta", "standard": "cyan", "batch": "blue"}
 _STATE_STYLES = {"waiting": "yellow", "preempted": "red", "prefill": "cyan", "decode": "green"}
@@ -85,6 +85,10 @@ def _panel(chart: _Chart, window_s: float, width: int, lines: int) -> Panel:
     since = f" {seconds(window_s)} " if window_s else " "
     note = Text(f"{since}·  {chart.note} ", QUIET)
     return Panel(drawn, title=title, title_align="left", subtitle=note, subtitle_align="right", border_style="dim")
+
+
+def output_tokens(load: Load) -> float:
+    return load.output_tokens
 
 
 # ---- lanes and latencies -------------------------------------------------------------------------------------------------------
@@ -236,36 +240,3 @@ def totals(history: History, width: int) -> Section:
     words = Text("   ".join(parts), QUIET)
     words.truncate(width, overflow="ellipsis")
     return Section(3, 1, words)
-
-
-# ---- cells ---------------------------------------------------------------------------------------------------------------------
-
-
-def output_tokens(load: Load) -> float:
-    return load.output_tokens
-
-
-def grid(columns: Sequence[str], right: Sequence[str] | None = None, left: int | None = None) -> Table:
-    """Numbers are set to the right: all columns but the first, and but that at the place `left`, unless they are named."""
-    table = Table(box=None, pad_edge=False, header_style=LABEL, padding=(0, 2, 0, 0))
-    for place, column in enumerate(columns):
-        is_number = column in right if right is not None else place not in (0, left)
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
-    return table
-
-
-def short(words: str, width: int, style: str = "") -> Text:
-    text = Text(words, style, no_wrap=True)
-    text.truncate(max(width, 8), overflow="ellipsis")
-    return text
-
-
-def seconds(value: float) -> str:
-    """In three figures and the unit that suits."""
-    if value < 0.001:
-        return f"{value * 1e6:.0f} µs"
-    if value < 1:
-        return f"{value * 1e3:.3g} ms" if value < 0.1 else f"{value * 1e3:.0f} ms"
-    if value < 100:
-        return f"{value:.3g} s"
-    return f"{value / 60:.0f} min" if value < 6000 else f"{value / 3600:.0f} h"

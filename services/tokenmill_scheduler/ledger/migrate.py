@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, inspect, text
 
 from tokenmill_scheduler.ledger import leases
-from tokenmill_scheduler.ledger.engine import connect, driver_errors, parse_url
+from tokenmill_scheduler.ledger.driver_errors import driver_errors
+from tokenmill_scheduler.ledger.engine import connect, parse_url
 from tokenmill_scheduler.ledger.errors import LedgerUnavailable, SchemaMismatch
 from tokenmill_scheduler.ledger.lock import database_lock
 from tokenmill_scheduler.ledger.tables import metadata

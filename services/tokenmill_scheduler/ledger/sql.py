@@ -1,31 +1,22 @@
-"""The ledger on a SQL database: transactions, retries and errors around the statements of the modules beside it."""
+"""The ledger on a SQL database: transactions, turns and errors around the statements of the modules beside it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError
 
 from tokenmill_scheduler.core.events import KnownExecutor
 from tokenmill_scheduler.core.plans import ExecutorDescription
 from tokenmill_scheduler.ledger import actions as action_rows
 from tokenmill_scheduler.ledger import commands as command_rows
-from tokenmill_scheduler.ledger import commits, queries, store
 from tokenmill_scheduler.ledger import leases as lease_rows
-from tokenmill_scheduler.ledger.engine import (
-    STALL_TIMEOUT_S,
-    DatabaseFile,
-    Engines,
-    begin,
-    commit,
-    connect,
-    driver_errors,
-    parse_url,
-)
+from tokenmill_scheduler.ledger import queries, store
+from tokenmill_scheduler.ledger.driver_errors import driver_errors
+from tokenmill_scheduler.ledger.engine import STALL_TIMEOUT_S, DatabaseFile, Engines, connect, parse_url
 from tokenmill_scheduler.ledger.errors import LedgerConflict
 from tokenmill_scheduler.ledger.migrate import prepare
 from tokenmill_scheduler.ledger.records import (
@@ -44,7 +35,7 @@ from tokenmill_scheduler.ledger.records import (
     StoredRequest,
     StoredTransition,
 )
-from tokenmill_scheduler.ledger.statements import Statements
+from tokenmill_scheduler.ledger.write_connection import WriteConnection
 
 
 def open_ledger(url: str, *, durable: bool = True, create: bool = True, stall_timeout_s: float = STALL_TIMEOUT_S) -> SqlLedger:
@@ -64,39 +55,20 @@ def open_ledger(url: str, *, durable: bool = True, create: bool = True, stall_ti
     return SqlLedger(engines, DatabaseFile.at(parse_url(url)))
 
 
-@dataclass(frozen=True, slots=True)
-class _InDoubt:
-    """A commit whose answer was lost with the connection: it was carried out if the commits of `lease` have come to `number`."""
-
-    lease: Lease
-    number: int
-    records: tuple[Record, ...]
-    outcomes: list[Outcome]
-
-
 class SqlLedger:
     """Implements `Ledger`. Made by `open_ledger`."""
 
     def __init__(self, engines: Engines, file: DatabaseFile | None) -> None:
         self._engines = engines
         self._file = file
-        self._statements = Statements(engines.dialect)
+        self._write_connection = WriteConnection(engines)
         # SQLite has one writer at a time: waiting here is fair and wakes at once, unlike its busy timeout.
         self._turn = threading.Lock()
-        self._in_doubt: _InDoubt | None = None
-        self._connection: Connection | None = None
 
     def write(self, records: Sequence[Record], lease: Lease | None = None) -> list[Outcome]:
         with self._turn, driver_errors():
             self._check_file()
-            settled = self._settle(records)
-            if settled is not None:
-                return settled
-            try:
-                return self._write(records, lease)
-            except IntegrityError:
-                # On PostgreSQL another scheduler may have accepted the same id in between: the second time it is seen.
-                return self._write(records, lease)
+            return self._write_connection.write(records, lease)
 
     def unfinished(self) -> Iterator[tuple[StoredRequest, StoredOutput]]:
         with self._read() as connection:
@@ -201,9 +173,7 @@ class SqlLedger:
             return store.prune(connection, before_s, limit)
 
     def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._write_connection.close()
         self._engines.dispose()
 
     @contextmanager
@@ -224,47 +194,3 @@ class SqlLedger:
     def _check_file(self) -> None:
         if self._file is not None:
             self._file.check()
-
-    def _write(self, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
-        """On a connection of its own, which is kept for the next write unless this one fails."""
-        connection, self._connection = self._connection or self._engines.write.connect(), None
-        try:
-            outcomes = self._write_on(connection, records, lease)
-        except BaseException:
-            connection.close()
-            raise
-        self._connection = connection
-        return outcomes
-
-    def _write_on(self, connection: Connection, records: Sequence[Record], lease: Lease | None) -> list[Outcome]:
-        begin(connection)
-        count = None if lease is None else self._hold(connection, lease)
-        outcomes = store.write(connection, self._statements, records, None if lease is None else lease.number)
-        try:
-            commit(connection)
-        except DBAPIError:
-            if lease is not None and count is not None:
-                self._in_doubt = _InDoubt(lease, count, tuple(records), outcomes)
-            raise
-        return outcomes
-
-    def _hold(self, connection: Connection, lease: Lease) -> int | None:
-        """Raises LeaseLost. Returns what tells a commit in doubt; SQLite's cannot be: who asks is the process that does it."""
-        if self._engines.dialect == "postgresql":
-            return commits.count_up(connection, lease)
-        lease_rows.hold(connection, lease)
-        return None
-
-    def _settle(self, records: Sequence[Record]) -> list[Outcome] | None:
-        """The outcomes, if the last write was carried out after all and this one repeats it."""
-        doubt = self._in_doubt
-        if doubt is None:
-            return None
-        with self._engines.write.begin() as connection:
-            number = commits.count(connection, doubt.lease)
-        self._in_doubt = None
-        if number < doubt.number:
-            return None
-        if doubt.records != tuple(records):
-            raise LedgerConflict("a write in doubt was not repeated as it was")
-        return doubt.outcomes

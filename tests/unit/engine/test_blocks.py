@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_executor.blocks import BlockPool, BlockTable
+from tokenmill_executor.block_table import BlockTable
+from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.records import Blocks
 
 

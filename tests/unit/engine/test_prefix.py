@@ -7,7 +7,8 @@ import struct
 from collections.abc import Sequence
 
 import pytest
-from tokenmill_executor.blocks import BlockPool, BlockTable
+from tokenmill_executor.block_table import BlockTable
+from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.prefix import PrefixHasher, PrefixIndex, hash_function, short_hash
 from tokenmill_executor.records import Admission, Blocks, PrefixChanges, Result, SequenceFault

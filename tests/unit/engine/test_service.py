@@ -14,7 +14,8 @@ import structlog.testing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenmill.executor.v1 import executor_pb2 as pb
-from tokenmill_executor.blocks import BlockPool, BlockTable
+from tokenmill_executor.block_table import BlockTable
+from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.runner import Batch, BlockGroup, StepOutput
 from tokenmill_executor.server import SERVICE_NAME
 from tokenmill_service.collector import collector_paused

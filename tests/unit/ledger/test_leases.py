@@ -11,11 +11,12 @@ from tokenmill_scheduler.core.effects import Transitioned
 from tokenmill_scheduler.core.plans import MAX_EPOCH, BlockGroup, ExecutorDescription
 from tokenmill_scheduler.core.request import State
 from tokenmill_scheduler.ledger import commits, leases, store
-from tokenmill_scheduler.ledger.engine import driver_errors
+from tokenmill_scheduler.ledger.driver_errors import driver_errors
 from tokenmill_scheduler.ledger.errors import EpochsUsedUp, ExecutorTaken, LeaseLost, LedgerConflict, LedgerUnavailable
 from tokenmill_scheduler.ledger.port import Ledger
 from tokenmill_scheduler.ledger.records import Command, Estate, Handover, Lease, Outcome, Verb
 from tokenmill_scheduler.ledger.sql import open_ledger
+from tokenmill_scheduler.ledger.statements import Statements
 
 from tests.fakes.ledger_records import decode, prefill, run_to_decode, run_to_end, submission, tokens
 from tests.simulation.world import description
@@ -244,7 +245,7 @@ def test_a_takeover_waits_for_the_write_under_way_and_a_renewal_does_not(
     fallen, heir = theirs.take_lease("s1", 0), mine.take_lease("s2", LONG_S)
     with theirs._engines.write.connect() as connection, connection.begin():
         hold(connection, fallen)
-        store.write(connection, theirs._statements, [submission()], fallen.number)
+        store.write(connection, Statements(theirs._engines.dialect), [submission()], fallen.number)
         theirs.renew_lease(fallen, 0)
         adopted: list[str] = []
         taking = threading.Thread(target=lambda: adopted.extend(ids_of(mine.take_over(heir, [fallen.number]))))
@@ -261,7 +262,7 @@ def test_c74_a_transaction_that_stands_still_does_not_keep_its_lease(postgres_ur
     with theirs._engines.write.connect() as connection:
         writing = connection.begin()
         commits.count_up(connection, stalled)
-        store.write(connection, theirs._statements, [submission()], stalled.number)
+        store.write(connection, Statements(theirs._engines.dialect), [submission()], stalled.number)
         assert mine.take_over(heir, [stalled.number]) == Estate()
         with pytest.raises(LedgerUnavailable, match="idle-in-transaction timeout"), driver_errors():
             writing.commit()
