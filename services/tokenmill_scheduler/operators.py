@@ -57,9 +57,11 @@ class Operators:
         return self._executor(name)
 
     async def undrain_executor(self, name: str, actor: str, reason: str) -> ExecutorStatus:
-        self._executor(name)
-        await self._end(name, ActionVerb.UNDRAIN_EXECUTOR, actor, reason)
-        return self._executor(name)
+        ended = name not in (QUEUE, POLICY) and await self._end(name, ActionVerb.UNDRAIN_EXECUTOR, actor, reason)
+        status = self._find_executor(name)
+        if status is None and not ended:
+            raise UnknownExecutor(f"no executor '{name}' has joined, and none of that name is drained")
+        return status or ExecutorStatus.absent(name)
 
     def policy(self) -> PolicyStatus:
         hold = self._holds.get(POLICY)
@@ -147,10 +149,13 @@ class Operators:
         self._durable += 1
 
     def _executor(self, name: str) -> ExecutorStatus:
-        for executor in executor_statuses(self._loop):
-            if executor.name == name:
-                return executor
-        raise UnknownExecutor(f"no executor '{name}' has joined")
+        status = self._find_executor(name)
+        if status is None:
+            raise UnknownExecutor(f"no executor '{name}' has joined")
+        return status
+
+    def _find_executor(self, name: str) -> ExecutorStatus | None:
+        return next((status for status in executor_statuses(self._loop) if status.name == name), None)
 
     def _held(self, hold: Hold) -> Event:
         if hold.target == POLICY:

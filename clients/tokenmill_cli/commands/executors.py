@@ -32,7 +32,6 @@ def list_(app: App) -> None:
 
 
 def _facts(executor: Executor) -> list[tuple[str, object]]:
-    counts = f"{executor.held_blocks} held, {executor.cached_blocks} cached, {executor.free_blocks} free"
     return [
         ("name", executor.name),
         ("address", executor.address),
@@ -40,6 +39,14 @@ def _facts(executor: Executor) -> list[tuple[str, object]]:
         ("device", executor.device),
         ("connected", f"yes, epoch {executor.epoch}" if executor.connected else "no"),
         ("drained", "yes" if executor.draining else ""),
+        *(_work(executor) if executor.total_blocks else ()),
+    ]
+
+
+def _work(executor: Executor) -> list[tuple[str, object]]:
+    """Of one that has joined since the scheduler started."""
+    counts = f"{executor.held_blocks} held, {executor.cached_blocks} cached, {executor.free_blocks} free"
+    return [
         ("running", executor.running),
         ("blocks", f"{counts} of {executor.total_blocks}, {executor.block_size} tokens each"),
         ("steps", executor.steps),

@@ -130,7 +130,7 @@ class OperatorDesk(Protocol):
         """Raises UnknownExecutor."""
 
     async def undrain_executor(self, name: str, actor: str, reason: str) -> ExecutorStatus:
-        """Raises UnknownExecutor."""
+        """Also one that has not joined since the start. Raises UnknownExecutor where there is neither it nor a drain of it."""
 
     def policy(self) -> PolicyStatus: ...
 

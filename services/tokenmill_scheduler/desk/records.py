@@ -86,6 +86,11 @@ class ExecutorStatus:
     draining: bool = False
     scheduler: str = ""
 
+    @classmethod
+    def absent(cls, name: str) -> ExecutorStatus:
+        """Of one that has not joined since the scheduler started: its name is all that is known."""
+        return cls(name, "", "", False, 0, "", 0, Blocks(0, 0, 0), 0, 0, 0.0, None)
+
 
 @dataclass(frozen=True, slots=True)
 class LaneLoad:

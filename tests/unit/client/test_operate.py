@@ -130,6 +130,8 @@ def test_drain_and_undrain(server: FakeServer, run: Run) -> None:
     assert ["drained", "yes"] in [line.split() for line in out.splitlines()]
     assert json.loads(run("executors", "undrain", "x1", "--json")[1])["draining"] is False
     assert server.calls[-2:] == ["DrainExecutor x1", "UndrainExecutor x1"]
+    # The scheduler has not seen it yet.
+    assert run("executors", "undrain", "x1")[1].split() == ["name", "x1", "connected", "no"]
 
 
 def test_actions_of_all_and_of_one(server: FakeServer, run: Run) -> None:

@@ -156,12 +156,28 @@ async def test_a_drained_executor_stays_so_across_a_restart_and_its_work_goes_el
     assert shell.ledger.output("a").token_ids == output_of(request("a", max_tokens=6))
 
     again, operators = await restarted(shell)
-    with pytest.raises(UnknownExecutor):
-        await operators.undrain_executor("played", "ann", "")
     await again.join()
     assert again.desk.executors()[0].draining
     assert not (await operators.undrain_executor("played", "ann", "")).draining
     assert [action.verb for action in actions(shell, "played")] == [ActionVerb.UNDRAIN_EXECUTOR, ActionVerb.DRAIN_EXECUTOR]
+
+
+async def test_a_drain_ends_also_before_its_executor_has_joined(shell: Shell) -> None:
+    await shell.join()
+    await operators_of(shell).drain_executor("played", "ann", "new driver")
+
+    again, operators = await restarted(shell)
+    await operators.pause_queue("ann", "")
+    status = await operators.undrain_executor("played", "ann", "")
+    assert (status.name, status.connected, status.draining) == ("played", False, False)
+    assert [action.verb for action in actions(shell, "played")] == [ActionVerb.UNDRAIN_EXECUTOR, ActionVerb.DRAIN_EXECUTOR]
+    await again.join()
+    assert not again.desk.executors()[0].draining
+    # Neither joined nor drained; the last two are what other holds are kept under.
+    for name in ("nobody", "", POLICY):
+        with pytest.raises(UnknownExecutor):
+            await operators.undrain_executor(name, "ann", "")
+    assert await paused(again)
 
 
 async def test_what_another_scheduler_of_the_database_holds_back_holds_here_too(shell: Shell) -> None:

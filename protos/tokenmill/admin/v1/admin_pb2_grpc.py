@@ -181,7 +181,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UndrainExecutor(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Also of one that has not joined since the scheduler started: its name is then all that is answered of it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

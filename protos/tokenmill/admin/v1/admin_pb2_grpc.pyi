@@ -48,6 +48,7 @@ class AdminServiceStub:
     DrainExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]
     """Moves the work off one executor, without a failed request, and gives it none until it is undrained."""
     UndrainExecutor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainExecutorRequest, _admin_pb2.UndrainExecutorResponse]
+    """Also of one that has not joined since the scheduler started: its name is then all that is answered of it."""
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRequest, _admin_pb2.GetPolicyResponse]
     """Who runs sooner, as it is now."""
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]
@@ -77,6 +78,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     DrainExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainExecutorRequest, _admin_pb2.DrainExecutorResponse]  # type: ignore[assignment]
     """Moves the work off one executor, without a failed request, and gives it none until it is undrained."""
     UndrainExecutor: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainExecutorRequest, _admin_pb2.UndrainExecutorResponse]  # type: ignore[assignment]
+    """Also of one that has not joined since the scheduler started: its name is then all that is answered of it."""
     GetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRequest, _admin_pb2.GetPolicyResponse]  # type: ignore[assignment]
     """Who runs sooner, as it is now."""
     SetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]  # type: ignore[assignment]
@@ -168,7 +170,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _admin_pb2.UndrainExecutorRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.UndrainExecutorResponse, _abc.Awaitable[_admin_pb2.UndrainExecutorResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.UndrainExecutorResponse, _abc.Awaitable[_admin_pb2.UndrainExecutorResponse]]:
+        """Also of one that has not joined since the scheduler started: its name is then all that is answered of it."""
 
     @_abc_1.abstractmethod
     def GetPolicy(
