@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 
 from tokenmill.admin.v1 import admin_pb2_grpc
 
-from tokenmill_client.admin_records import Action, CancelOutcome, Executor, LaneShares, Load, Policy, RequestFilter, RequestLife
-from tokenmill_client.records import RequestInfo
+from tokenmill_client.admin_records import Action, CancelOutcome, Executor, Load, Policy, RequestFilter, RequestLife
+from tokenmill_client.records import Lane, RequestInfo
 from tokenmill_client.transport import Transport
 from tokenmill_client.wire import incoming, outgoing_admin
 
@@ -98,11 +98,14 @@ class AsyncAdmin:
         policy: str | None = None,
         *,
         fair_share: bool | None = None,
-        lane_shares: LaneShares | None = None,
+        lane_shares: Mapping[Lane | str, int] | None = None,
         reason: str = "",
         timeout: float | None = None,
     ) -> bool:
-        """Changes what is given, while requests wait and run, until `reset_policy`, also across restarts. False when it was so."""
+        """Changes what is given, while requests wait and run, until `reset_policy`, also across restarts. False when it was so.
+
+        `lane_shares`, in per cent: a lane that is not among them keeps its own.
+        """
         request = outgoing_admin.set_policy(policy, fair_share, lane_shares, reason)
         return not (await self._transport.call(self._stub.SetPolicy, request, timeout)).unchanged
 

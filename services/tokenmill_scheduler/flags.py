@@ -131,7 +131,7 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--lane-shares": {
             "type": _lane_shares,
             "default": "real_time=50,standard=40,batch=10",
-            "help": "slots that each lane is guaranteed while it has work, in per cent",
+            "help": "slots that each lane is guaranteed while it has work, in per cent; a lane that is not named keeps its default",
         },
         "--ageing-turn": {
             "type": count_or_zero,

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import click
-from tokenmill_client.admin_records import LaneShares, Policy
+from tokenmill_client import Lane
+from tokenmill_client.admin_records import Policy
 
 from tokenmill_cli.app import App, console, pass_app, server_options
 from tokenmill_cli.output import facts, print_json, show, show_change
 
 _reason_option = click.option("--reason", default="", help="Kept in the record of actions.")
-_LANES = ("real_time", "standard", "batch")
 _EXAMPLE = "real_time=50,standard=40,batch=10"
 
 
-def _lane_shares(text: str) -> LaneShares:
-    shares = dict.fromkeys(_LANES, 0)
+def _lane_shares(text: str) -> dict[Lane | str, int]:
+    shares: dict[Lane | str, int] = {}
     for part in text.split(","):
         lane, _, share = part.strip().partition("=")
-        if lane not in shares or not (share.isascii() and share.isdigit()):
+        if lane not in list(Lane) or not (share.isascii() and share.isdigit()):
             raise click.BadParameter(f"{text!r} is not like {_EXAMPLE}")
         shares[lane] = int(share)
-    return LaneShares(**shares)
+    return shares
 
 
 @click.group()
@@ -46,14 +46,15 @@ def show_policy(app: App) -> None:
 @policy.command("set")
 @click.argument("name", required=False, metavar="[NAME]")
 @click.option("--fair-share/--no-fair-share", default=None, help="Tenants share each lane by their weights, or not.")
-@click.option("--lane-shares", type=_lane_shares, metavar="SHARES", help=f"Slots each lane is guaranteed, per cent: {_EXAMPLE}.")
+@click.option("--lane-shares", type=_lane_shares, metavar="SHARES", help=f"Slots that lanes are guaranteed, per cent: {_EXAMPLE}.")
 @_reason_option
 @server_options
 @pass_app
-def set_policy(app: App, name: str | None, fair_share: bool | None, lane_shares: LaneShares | None, reason: str) -> None:
+def set_policy(app: App, name: str | None, fair_share: bool | None, lane_shares: dict[Lane | str, int] | None, reason: str) -> None:
     """Change the policy (fcfs, priority, sjf, edf, lpm), until `reset`, also across restarts.
 
-    What is not given stays as it is. Waiting requests are put in the new order at once; what runs goes on.
+    What is not given stays as it is, also the share of a lane that is not named. Waiting requests are put in the new order at once;
+    what runs goes on.
     """
     if name is None and fair_share is None and lane_shares is None:
         raise click.UsageError("name a policy, or give --fair-share or --lane-shares")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from tokenmill.admin.v1 import admin_pb2
 from tokenmill.inference.v1 import types_pb2
 
-from tokenmill_client.admin_records import LaneShares, RequestFilter
-from tokenmill_client.records import RequestState, named
+from tokenmill_client.admin_records import RequestFilter
+from tokenmill_client.records import Lane, RequestState, named
 from tokenmill_client.wire.fields import Field, lane_number
 
 
@@ -57,17 +57,14 @@ def get_policy() -> admin_pb2.GetPolicyRequest:
 
 
 def set_policy(
-    policy: str | None, fair_share: bool | None, lane_shares: LaneShares | None, reason: str
+    policy: str | None, fair_share: bool | None, lane_shares: Mapping[Lane | str, int] | None, reason: str
 ) -> admin_pb2.SetPolicyRequest:
     request = admin_pb2.SetPolicyRequest(policy=policy or "", reason=reason)
     if fair_share is not None:
         request.fair_share = fair_share
-    if lane_shares is not None:
-        request.lane_shares.real_time = lane_shares.real_time
-        request.lane_shares.standard = lane_shares.standard
-        request.lane_shares.batch = lane_shares.batch
-        # Also when all are 0.
-        request.lane_shares.SetInParent()
+    with Field("lane_shares"):
+        for lane, share in (lane_shares or {}).items():
+            setattr(request.lane_shares, named(Lane, lane).value, share)
     return request
 
 

@@ -36,13 +36,15 @@ def guaranteed_slots(shares: LaneShares, slots: int) -> Mapping[Lane, int]:
 def check_lane_shares(shares: Sequence[int]) -> None:
     """Raises ValueError, with what is to be done."""
     if len(shares) != len(Lane) or any(not 0 <= share <= 100 for share in shares) or sum(shares) > 100:
-        raise ValueError("lane shares are whole numbers from 0 to 100, one a lane, and come to 100 per cent at most")
+        raise ValueError(
+            f"lane shares are whole numbers, and come to 100 per cent at most, not {lane_shares_in_words(shares)}"
+        )
 
 
 def parse_lane_shares(text: str) -> LaneShares:
-    """Of words such as "real_time=50,standard=40,batch=10"; a lane that is not named has no guarantee. Raises ValueError."""
+    """Of words such as "real_time=50,standard=40,batch=10"; a lane that is not named keeps its default. Raises ValueError."""
     lanes = {lane.name.lower(): lane for lane in Lane}
-    shares = dict.fromkeys(Lane, 0)
+    shares = dict(zip(Lane, DEFAULT_LANE_SHARES, strict=True))
     for part in text.split(","):
         name, _, share = part.strip().partition("=")
         if name not in lanes or not (share.isascii() and share.isdigit()):
@@ -52,5 +54,5 @@ def parse_lane_shares(text: str) -> LaneShares:
     return shares[Lane.REAL_TIME], shares[Lane.STANDARD], shares[Lane.BATCH]
 
 
-def lane_shares_in_words(shares: LaneShares) -> str:
+def lane_shares_in_words(shares: Sequence[int]) -> str:
     return ",".join(f"{lane.name.lower()}={share}" for lane, share in zip(Lane, shares, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 from tokenmill.admin.v1 import admin_pb2 as pb
 from tokenmill.admin.v1.admin_pb2_grpc import AdminServiceServicer
 
+from tokenmill_scheduler.core.lanes import LaneShares, lane_shares_in_words
 from tokenmill_scheduler.core.policy import POLICIES
 from tokenmill_scheduler.desk.port import Desk, OperatorDesk
 from tokenmill_scheduler.intake import InvalidArgument, Violations
@@ -145,10 +146,17 @@ def _actor() -> str:
 def _read_choice(request: pb.SetPolicyRequest, before: OrderingChoice) -> OrderingChoice:
     violations = Violations()
     violations.require(request.policy in ("", *POLICIES), "policy", f"must be one of {', '.join(POLICIES)}; got {request.policy!r}")
-    shares = before.lane_shares
-    if request.HasField("lane_shares"):
-        shares = (request.lane_shares.real_time, request.lane_shares.standard, request.lane_shares.batch)
-        violations.require(sum(shares) <= 100, "lane_shares", "must come to 100 per cent at most")
+    shares = _read_lane_shares(request.lane_shares, before.lane_shares)
+    violations.require(sum(shares) <= 100, "lane_shares", f"must come to 100 per cent at most, not {lane_shares_in_words(shares)}")
     violations.raise_any()
     fair_share = request.fair_share if request.HasField("fair_share") else before.fair_share
     return OrderingChoice(request.policy or before.policy, fair_share, shares)
+
+
+def _read_lane_shares(message: pb.LaneShares, before: LaneShares) -> LaneShares:
+    real_time, standard, batch = before
+    return (
+        message.real_time if message.HasField("real_time") else real_time,
+        message.standard if message.HasField("standard") else standard,
+        message.batch if message.HasField("batch") else batch,
+    )

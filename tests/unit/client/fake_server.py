@@ -247,7 +247,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
         if request.HasField("fair_share"):
             policy.fair_share = request.fair_share
         if request.HasField("lane_shares"):
-            policy.lane_shares.CopyFrom(request.lane_shares)
+            policy.lane_shares.MergeFrom(request.lane_shares)
         unchanged = policy == self.policy.policy
         self.policy = admin_pb2.GetPolicyResponse(policy=policy, reason=f"by ann: {request.reason}")
         self._act("set_policy", "*policy*", request.reason)

@@ -9,7 +9,7 @@ import pytest
 from tokenmill.inference.v1 import types_pb2
 from tokenmill_cli.exits import ExitCode
 from tokenmill_cli.filters import Words
-from tokenmill_client import Client, Lane, RequestState
+from tokenmill_client import Client, InvalidRequest, Lane, RequestState
 
 from tests.unit.client.conftest import Run, submit
 from tests.unit.client.fake_server import FakeServer
@@ -90,10 +90,10 @@ def test_policy_show_set_reset(server: FakeServer, run: Run) -> None:
     assert "by the settings" in run("policy", "show")[1]
     assert run("policy", "set", "sjf", "--fair-share", "--reason", "short ones")[1] == "The policy is changed.\n"
     assert run("policy", "set", "sjf")[1] == "The policy was so already.\n"
-    assert run("policy", "set", "--lane-shares", "real_time=70,batch=5")[1] == "The policy is changed.\n"
+    assert run("policy", "set", "--lane-shares", "real_time=55,batch=0")[1] == "The policy is changed.\n"
     shown = json.loads(run("policy", "show", "--json")[1])
     assert (shown["policy"], shown["fair_share"]) == ("sjf", True)
-    assert shown["lane_shares"] == {"real_time": 70, "standard": 0, "batch": 5}
+    assert shown["lane_shares"] == {"real_time": 55, "standard": 40, "batch": 0}
     assert run("policy", "reset")[1] == "The policy is that of the settings.\n"
     assert run("policy", "reset")[1] == "No policy was set.\n"
 
@@ -101,6 +101,12 @@ def test_policy_show_set_reset(server: FakeServer, run: Run) -> None:
 @pytest.mark.parametrize("arguments", [(), ("--lane-shares", "fast=1"), ("--lane-shares", "batch=x")])
 def test_a_policy_that_says_nothing_is_a_wrong_command_line(run: Run, arguments: tuple[str, ...]) -> None:
     assert run("policy", "set", *arguments)[0] == 2
+
+
+def test_lane_shares_that_no_lane_can_have_are_refused(server: FakeServer) -> None:
+    for shares in ({"fast": 1}, {"batch": -1}):
+        with Client(server.address) as client, pytest.raises(InvalidRequest, match="lane_shares"):
+            client.admin.set_policy(lane_shares=shares)
 
 
 def test_queue_pause_status_resume(server: FakeServer, run: Run) -> None:

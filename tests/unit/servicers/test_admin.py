@@ -252,8 +252,8 @@ async def test_the_policy_is_shown_set_in_parts_and_reset(served: Served) -> Non
     assert (before.policy.policy, before.policy.fair_share, before.reason) == ("fcfs", False, "")
     assert [(await served.admin.SetPolicy(admin.SetPolicyRequest(policy="sjf"))).unchanged for _ in range(2)] == [False, True]
     assert (await served.admin.SetPolicy(admin.SetPolicyRequest(fair_share=True))).policy.policy == "sjf"
-    shares = admin.LaneShares(real_time=20, batch=80)
-    after = await served.admin.SetPolicy(admin.SetPolicyRequest(lane_shares=shares))
+    after = await served.admin.SetPolicy(admin.SetPolicyRequest(lane_shares=admin.LaneShares(standard=0, batch=50)))
+    shares = admin.LaneShares(real_time=50, standard=0, batch=50)
     assert after.policy == admin.Policy(policy="sjf", fair_share=True, lane_shares=shares)
     assert (await served.admin.GetPolicy(admin.GetPolicyRequest())).reason == "by anonymous"
     assert [(await served.admin.ResetPolicy(admin.ResetPolicyRequest())).unchanged for _ in range(2)] == [False, True]
@@ -261,9 +261,12 @@ async def test_the_policy_is_shown_set_in_parts_and_reset(served: Served) -> Non
 
 
 async def test_a_policy_nobody_knows_and_more_than_all_slots_are_refused(served: Served) -> None:
-    shares = admin.LaneShares(real_time=50, standard=50, batch=1)
-    refused = await refusal(served.admin.SetPolicy(admin.SetPolicyRequest(policy="best", lane_shares=shares)))
+    # With the 40 and 10 of the other lanes.
+    refused = await refusal(
+        served.admin.SetPolicy(admin.SetPolicyRequest(policy="best", lane_shares=admin.LaneShares(real_time=51)))
+    )
     assert list(violations(refused)) == ["policy", "lane_shares"]
+    assert violations(refused)["lane_shares"] == "must come to 100 per cent at most, not real_time=51,standard=40,batch=10"
 
 
 async def test_drain_and_undrain_an_executor(served: Served) -> None:

@@ -44,6 +44,11 @@ def test_flags_win_over_the_environment() -> None:
     assert settings.port_file == Path("here")
 
 
+def test_a_lane_that_is_not_named_keeps_its_share() -> None:
+    assert parse_settings(["--lane-shares", "standard=20,batch=30"], {}).scheduler.lane_shares == (50, 20, 30)
+    assert parse_settings(["--lane-shares", "real_time=0"], {}).scheduler.lane_shares == (0, 40, 10)
+
+
 def test_several_executors() -> None:
     environ = {"TOKENMILL_EXECUTOR": "a:1, unix:b.sock"}
     assert parse_settings([], environ).executors == ("a:1", "unix:b.sock")
@@ -66,6 +71,7 @@ def test_several_executors() -> None:
         (["--max-message-bytes", "4GiB"], "more than gRPC can carry"),
         (["--max-message-bytes", "1"], "'1' is too little for a message with a prompt"),
         (["--max-message-bytes", "much"], "'much' is not a size such as 2GiB or 64MiB"),
+        (["--lane-shares", "batch=20"], "come to 100 per cent at most, not real_time=50,standard=40,batch=20"),
         (["--policy", "random"], "invalid choice: 'random'"),
         (["--durability", "none"], "invalid choice: 'none'"),
         (["--lease-time", "0"], "'0' is not a number of seconds above 0"),

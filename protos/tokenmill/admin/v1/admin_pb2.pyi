@@ -947,15 +947,26 @@ class LaneShares(_message.Message):
     def __init__(
         self,
         *,
-        real_time: _builtins.int = ...,
-        standard: _builtins.int = ...,
-        batch: _builtins.int = ...,
+        real_time: _builtins.int | None = ...,
+        standard: _builtins.int | None = ...,
+        batch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_real_time", b"_real_time", "_standard", b"_standard", "batch", b"batch", "real_time", b"real_time", "standard", b"standard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "real_time", b"real_time", "standard", b"standard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch", b"_batch", "_real_time", b"_real_time", "_standard", b"_standard", "batch", b"batch", "real_time", b"real_time", "standard", b"standard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__batch: _TypeAlias = _typing.Literal["batch"]  # noqa: Y015
+    _WhichOneofArgType__batch: _TypeAlias = _typing.Literal["_batch", b"_batch"]  # noqa: Y015
+    _WhichOneofReturnType__real_time: _TypeAlias = _typing.Literal["real_time"]  # noqa: Y015
+    _WhichOneofArgType__real_time: _TypeAlias = _typing.Literal["_real_time", b"_real_time"]  # noqa: Y015
+    _WhichOneofReturnType__standard: _TypeAlias = _typing.Literal["standard"]  # noqa: Y015
+    _WhichOneofArgType__standard: _TypeAlias = _typing.Literal["_standard", b"_standard"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch) -> _WhichOneofReturnType__batch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__real_time) -> _WhichOneofReturnType__real_time | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__standard) -> _WhichOneofReturnType__standard | None: ...
 
 Global___LaneShares: _TypeAlias = LaneShares  # noqa: Y015
 
@@ -1000,7 +1011,9 @@ Global___GetPolicyResponse: _TypeAlias = GetPolicyResponse  # noqa: Y015
 
 @_typing.final
 class SetPolicyRequest(_message.Message):
-    """What is absent stays as it is."""
+    """What is absent stays as it is.
+    What is absent stays as it is, also of `lane_shares`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
