@@ -201,11 +201,18 @@ class LiveRequests:
 
 
 def may_wait(records: Sequence[Record]) -> bool:
-    """Whether readers lose little when they are told of `records` a little later: they are further tokens of several requests.
+    """Whether nobody loses much when `records` are durable a little later: they are further tokens of several requests, or requests
+    are admitted, of which readers are told nothing.
 
     A first token comes with a move of its request, an end too. A single request's tokens are few enough to be told one by one.
     """
-    return len(records) == 1 and isinstance(records[0], TokensGenerated) and len(records[0].request_ids) > 1
+    return all(_may_wait(record) for record in records)
+
+
+def _may_wait(record: Record) -> bool:
+    if isinstance(record, TokensGenerated):
+        return len(record.request_ids) > 1
+    return isinstance(record, Transitioned) and record.after is State.PREFILL
 
 
 def _needs_reader(live: RequestView) -> bool:
