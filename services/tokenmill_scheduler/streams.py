@@ -31,7 +31,7 @@ class Feed:
         self.readers = 0
         self.takes = 0
         self._closed: Unavailable | None = None
-        # One a reader that waits. (An event that is set and cleared again takes three times the calls.)
+        # One a reader that waits, until the next change. (An event that is set and cleared again takes three times the calls.)
         self._waiters: list[asyncio.Future[None]] = []
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
@@ -74,20 +74,18 @@ class Feed:
     @property
     def waiting(self) -> int:
         """How many readers have taken all there is and wait for more."""
-        return len(self._waiters)
+        return sum(not waiter.cancelled() for waiter in self._waiters)
 
-    async def wait(self) -> None:
-        """For the next change: a reader looks before it waits, so it misses nothing."""
+    def changed(self) -> asyncio.Future[None]:
+        """Done at the next change: a reader looks before it waits, so it misses nothing."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.remove(waiter)
+        return waiter
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.cancelled():
                 waiter.set_result(None)
 
 
@@ -110,7 +108,7 @@ class FeedReader:
         if self._over:
             raise StopAsyncIteration
         while (item := self._feed.read(self._cursor)) is None:
-            await self._feed.wait()
+            await self._feed.changed()
         self._feed.takes += 1
         if isinstance(item, Ended):
             self._over = True

@@ -58,7 +58,9 @@ async def stream_one(attachment: Attachment, make: MakeWriter, new: Callable[[],
     async for item in attachment.chunks:
         if isinstance(item, Ended):
             break
-        for response in chunk_responses(writer, item, new):
+        # As `chunk_responses`, without a generator of its own: this is most of what a stream does.
+        for part in split(item):
+            writer.delta((response := new()).event, part)
             yield response
     else:
         raise Unavailable("the stream ended before the request did; attach again", SHUTDOWN_RETRY_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 from google.rpc.status_pb2 import Status
@@ -58,8 +58,10 @@ class InferenceServicer(InferenceServiceServicer):
         self._multiplexed: set[Multiplexed] = set()
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
-        return self._generate(request, pb.GenerateResponse)
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async with self._generated(request, pb.GenerateResponse) as responses:
+            async for response in responses:
+                yield response
 
     async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.SubmitResponse:
         claim(request.request)
@@ -67,8 +69,10 @@ class InferenceServicer(InferenceServiceServicer):
         submitted = await self._desk.submit(taken.request, taken.payload_digest)
         return pb.SubmitResponse(request_id=submitted.request_id, prompt_tokens=len(taken.request.prompt), joined=submitted.joined)
 
-    def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncGenerator[pb.AttachResponse, None]:
-        return self._attach(request, pb.AttachResponse)
+    async def Attach(self, request: pb.AttachRequest, context: Any) -> AsyncGenerator[pb.AttachResponse, None]:
+        async with self._attached(request, pb.AttachResponse) as responses:
+            async for response in responses:
+                yield response
 
     async def Multiplex(
         self, requests: AsyncIterator[pb.MultiplexRequest], context: Any
@@ -105,12 +109,14 @@ class InferenceServicer(InferenceServiceServicer):
         """Ends every stream that carries several calls with `reason` once these have ended."""
         await asyncio.gather(*[multiplexed.close(reason) for multiplexed in tuple(self._multiplexed)])
 
-    def _begin(self, request: pb.MultiplexRequest, new: Callable[[], CallEvent]) -> AsyncGenerator[CallEvent, None]:
+    def _begin(
+        self, request: pb.MultiplexRequest, new: Callable[[], CallEvent]
+    ) -> AbstractAsyncContextManager[AsyncGenerator[CallEvent, None]]:
         opening = request.generate if request.WhichOneof("action") == "generate" else request.attach
         check_size(opening, opening.ByteSize(), self._max_message_bytes)
         if request.WhichOneof("action") == "generate":
-            return self._generate(request.generate, new)
-        return self._attach(request.attach, new)
+            return self._generated(request.generate, new)
+        return self._attached(request.attach, new)
 
     def _tell(self, error: Exception, request: pb.MultiplexRequest, told: bool) -> Status:
         method = "Generate" if request.WhichOneof("action") == "generate" else "Attach"
@@ -118,16 +124,19 @@ class InferenceServicer(InferenceServiceServicer):
             self._refused(reason_of(error))
         return told_of(error, method)
 
-    async def _generate(self, request: pb.GenerateRequest, new: Callable[[], R]) -> AsyncGenerator[R, None]:
+    @asynccontextmanager
+    async def _generated(self, request: pb.GenerateRequest, new: Callable[[], R]) -> AsyncIterator[AsyncGenerator[R, None]]:
+        """What is generated. To leave it closes the request's streams."""
         claim(request.request)
         taken = await self._intake.take(request.request, detached=request.request.detached)
         attachments = await self._open(taken)
         output = request.output if request.HasField("output") else None
         async with _closing(attachments), aclosing(self._stream(attachments, (), output, new)) as responses:
-            async for response in responses:
-                yield response
+            yield responses
 
-    async def _attach(self, request: pb.AttachRequest, new: Callable[[], R]) -> AsyncGenerator[R, None]:
+    @asynccontextmanager
+    async def _attached(self, request: pb.AttachRequest, new: Callable[[], R]) -> AsyncIterator[AsyncGenerator[R, None]]:
+        """As `_generated`, of a request that is there already."""
         output = request.output if request.HasField("output") else None
         wanted = (await self._visible(request.request_id)).stored.request
         next_indexes = read_next_indexes(request, wanted)
@@ -137,8 +146,7 @@ class InferenceServicer(InferenceServiceServicer):
             self._model_of(wanted)
         attachments = await self._attach_choices(wanted, next_indexes)
         async with _closing(attachments), aclosing(self._stream(attachments, next_indexes, output, new)) as responses:
-            async for response in responses:
-                yield response
+            yield responses
 
     def _stream(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,8 +25,8 @@ MAX_CALLS = 4_096
 _FULL_BYTES = 1 << 18
 
 CallEvent = pb.MultiplexResponse.CallEvent
-# The events of a call, made in place by what makes new ones.
-Begin = Callable[[pb.MultiplexRequest, Callable[[], CallEvent]], AsyncGenerator[CallEvent, None]]
+# The events of a call, made in place by what makes new ones. To leave it ends the call.
+Begin = Callable[[pb.MultiplexRequest, Callable[[], CallEvent]], AbstractAsyncContextManager[AsyncGenerator[CallEvent, None]]]
 # What a client is told of an error, whether or not the call had told anything before.
 Tell = Callable[[Exception, pb.MultiplexRequest, bool], Status]
 
@@ -200,7 +200,7 @@ class Multiplexed:
     async def _carry_out(self, request: pb.MultiplexRequest, wanted: asyncio.Event) -> None:
         told, status = False, None
         try:
-            async with aclosing(self._begin(request, partial(self._outbox.add, request.call))) as events:
+            async with self._begin(request, partial(self._outbox.add, request.call)) as events:
                 async for event in events:
                     told = True
                     await self._outbox.added(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -370,9 +371,10 @@ async def test_a_small_call_has_its_turn_among_large_ones() -> None:
 # ---- without gRPC --------------------------------------------------------------------------------------------------------------
 
 
-async def refuse(request: Request, new: Callable[[], CallEvent]) -> AsyncGenerator[CallEvent, None]:
+@asynccontextmanager
+async def refuse(request: Request, new: Callable[[], CallEvent]) -> AsyncIterator[AsyncGenerator[CallEvent, None]]:
     raise InvalidArgument.of("request", "x" * 200)
-    yield new()
+    yield
 
 
 async def test_who_sends_much_and_reads_nothing_fills_no_memory() -> None:
