@@ -12,12 +12,15 @@ from tokenmill_executor.cpu.build import INSTRUCTION_SETS, library_path
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig, RopeConfig
 from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.int4 import quantize
 from tokenmill_executor.model.weights import expected_names
 from tokenmill_executor.runner import Batch
 
 BLOCKS_PER_GROUP = 160
 NUM_BLOCKS = 2 * BLOCKS_PER_GROUP
 MAX_MODEL_LEN = 1024
+# Of the logits' norm, after two layers: bfloat16 rounds to 2^-9, int8 to 2^-8 of the largest of a group.
+TOLERANCE = {(None, "auto"): 0.006, (None, "int8"): 0.012, ("int8", "auto"): 0.03, ("int8", "int8"): 0.03, ("int4", "auto"): 0.03}
 
 needs_kernels = pytest.mark.skipif(support.available() is not None, reason=str(support.available()))
 runnable_sets = [
@@ -133,6 +136,21 @@ def make_batch(sequences: list[tuple[list[int], int, list[int]]], groups: int = 
 
 def random_tokens(config: ModelConfig, count: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, config.vocab_size, count)]
+
+
+def representable(tensors: dict[str, torch.Tensor], quantization: str | None) -> dict[str, torch.Tensor]:
+    """What 4 bits make of weights is no fault of the kernels."""
+    if quantization != "int4":
+        return tensors
+    return {name: quantize(one).dequantize() if "_proj.weight" in name else one for name, one in tensors.items()}
+
+
+def assert_near_oracle(model: CpuModel, tensors: dict[str, torch.Tensor], steps: list[Batch], tolerance: float) -> None:
+    reference = oracle(model.config, tensors)
+    for number, batch in enumerate(steps):
+        found, expected = model.forward(batch), reference.forward(batch)
+        errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+        assert max(errors) < tolerance, f"step {number}: {errors}"
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

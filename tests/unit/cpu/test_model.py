@@ -11,18 +11,19 @@ from tokenmill_executor.attention.layout import cache_layout
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.decoder import Decoder
-from tokenmill_executor.model.int4 import quantize
 from tokenmill_executor.runner import Batch
 
 from tests.unit.cpu.small_models import (
     NUM_BLOCKS,
+    TOLERANCE,
+    assert_near_oracle,
     cpu_model,
     make_batch,
     needs_kernels,
-    oracle,
     random_tensors,
     random_tokens,
     relative_error,
+    representable,
     runnable_sets,
     scattered_tables,
     small_config,
@@ -30,8 +31,6 @@ from tests.unit.cpu.small_models import (
 
 pytestmark = needs_kernels
 
-# Of the logits' norm, after two layers: bfloat16 rounds to 2^-9, int8 to 2^-8 of the largest of a group.
-TOLERANCE = {(None, "auto"): 0.006, (None, "int8"): 0.012, ("int8", "auto"): 0.03, ("int8", "int8"): 0.03, ("int4", "auto"): 0.03}
 # (context after the step, new tokens) of each of four sequences, step by step: lone tokens, blocks exactly full and one over,
 # chunks after context, decodes beside chunks, contexts long enough to be split.
 STEPS = (
@@ -52,14 +51,6 @@ def _steps(config: ModelConfig, seed: int) -> list[Batch]:
     ]
 
 
-def _assert_near_oracle(config: ModelConfig, model: CpuModel, tensors: dict[str, torch.Tensor], tolerance: float) -> None:
-    reference = oracle(config, tensors)
-    for number, batch in enumerate(_steps(config, seed=config.head_dim)):
-        found, expected = model.forward(batch), reference.forward(batch)
-        errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
-        assert max(errors) < tolerance, f"step {number}: {errors}"
-
-
 @pytest.mark.parametrize("instruction_set", runnable_sets)
 @pytest.mark.parametrize(("quantization", "kv_cache_dtype"), TOLERANCE)
 @pytest.mark.parametrize(
@@ -70,13 +61,9 @@ def test_step_is_near_float32(
     instruction_set: str, quantization: str | None, kv_cache_dtype: str, head_dim: int, num_kv_heads: int, group: int
 ) -> None:
     config = small_config(head_dim=head_dim, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * group, intermediate_size=320)
-    tensors = random_tensors(config)
-    if quantization == "int4":
-        # What 4 bits make of weights is no fault of the kernels.
-        layers = {name: tensor for name, tensor in tensors.items() if "_proj.weight" in name}
-        tensors |= {name: quantize(tensor).dequantize() for name, tensor in layers.items()}
+    tensors = representable(random_tensors(config), quantization)
     model = cpu_model(config, tensors, quantization=quantization, kv_cache_dtype=kv_cache_dtype, instruction_set=instruction_set)
-    _assert_near_oracle(config, model, tensors, TOLERANCE[quantization, kv_cache_dtype])
+    assert_near_oracle(model, tensors, _steps(config, head_dim), TOLERANCE[quantization, kv_cache_dtype])
 
 
 def test_an_int8_cache_holds_what_the_torch_paths_does() -> None:
@@ -100,6 +87,7 @@ def test_an_int8_cache_holds_what_the_torch_paths_does() -> None:
         {"tie_word_embeddings": True},
         {"windows": (None, 20)},
         {"windows": (1, 100)},
+        {"windows": (8, 30), "sinks": 20},  # more sinks than the window is wide: of later ones a query sees nothing
         {"hidden_size": 82, "intermediate_size": 50, "vocab_size": 97, "head_dim": 16, "num_heads": 5, "num_kv_heads": 1},
         {"head_dim": 256, "num_heads": 20, "num_kv_heads": 1, "num_layers": 1},
     ],
@@ -108,7 +96,7 @@ def test_an_int8_cache_holds_what_the_torch_paths_does() -> None:
 def test_variants_of_the_family(changes: dict[str, object]) -> None:
     config = small_config(**changes)
     tensors = random_tensors(config)
-    _assert_near_oracle(config, cpu_model(config, tensors), tensors, TOLERANCE[None, "auto"])
+    assert_near_oracle(cpu_model(config, tensors), tensors, _steps(config, config.head_dim), TOLERANCE[None, "auto"])
 
 
 @pytest.mark.parametrize("instruction_set", runnable_sets)

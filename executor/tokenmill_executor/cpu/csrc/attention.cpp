@@ -47,7 +47,7 @@ TM_INLINE float mask_row(const Model& m, const Layer& layer, const KeyTile& t, i
         if (!sees_all) {
             const Floats all = x;
             x = keep_between(all, first, begin, position + 1, hidden);
-            if (first < begin) x = max(x, keep_between(all, first, 0, m.sinks, hidden));
+            if (first < begin) x = max(x, keep_between(all, first, 0, std::min(m.sinks, begin), hidden));
             store(scores + c * kBlock, x);
         }
         most = max(x, most);
