@@ -159,7 +159,7 @@ class TritonAttention(PagedBackend):
         splits = launch.splits
         group, place = self._layout.places[layer]
         window = shape.windows[layer] or 0
-        parts = len(query) * shape.num_heads * splits if splits > 1 else 0
+        parts = len(launch.sequences) * launch.queries * shape.num_heads * splits if splits > 1 else 0
         partial_out = torch.empty(parts * shape.head_dim, dtype=torch.float32, device=query.device)
         partial_max = torch.empty(parts, dtype=torch.float32, device=query.device)
         partial_sum = torch.empty_like(partial_max)

@@ -137,9 +137,9 @@ def _load_heads(cache, places, dims, mask, HEAD_DIM: tl.constexpr, PACKED: tl.co
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
 def attend_kernel(
     out,  # [T, num_heads, head_dim]
-    partial_out,  # [T, num_heads, splits, head_dim] float32: sums not yet divided; unused without splits
-    partial_max,  # [T, num_heads, splits] float32: largest score, in powers of two; -inf where a split saw nothing
-    partial_sum,  # [T, num_heads, splits] float32: sum of weights
+    partial_out,  # [tiles * QUERIES, num_heads, splits, head_dim] float32: sums not yet divided; unused without splits
+    partial_max,  # [tiles * QUERIES, num_heads, splits] float32: largest score, in powers of two; -inf where a split saw nothing
+    partial_sum,  # [tiles * QUERIES, num_heads, splits] float32: sum of weights
     query,  # [T, num_heads, head_dim], heads side by side
     keys,  # the cache of one layer, [num_slots, num_kv_heads, HEAD_DIM // PACKED]
     values,
@@ -178,8 +178,8 @@ def attend_kernel(
     index = first + rows // GROUP
     real = (rows < QUERIES * GROUP) & (index < count)
     position = context - count + index
-    token_head = (start + index).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
-    query_row = (start + index).to(tl.int64) * query_stride + (kv_head * GROUP + rows % GROUP) * HEAD_DIM
+    query_head = kv_head * GROUP + rows % GROUP
+    query_row = (start + index).to(tl.int64) * query_stride + query_head * HEAD_DIM
     has_dim = dims < HEAD_DIM
     queries = tl.load(query + query_row[:, None] + dims[None, :], mask=real[:, None] & has_dim[None, :], other=0.0)
 
@@ -234,13 +234,16 @@ def attend_kernel(
 
     mask = real[:, None] & has_dim[None, :]
     if SPLIT:
-        place = token_head * tl.num_programs(2) + tl.program_id(2)
+        # Of the launch's own queries and not of all tokens, of which there may be a thousand times as many.
+        query_of_launch = tl.program_id(0).to(tl.int64) * QUERIES + rows // GROUP
+        place = (query_of_launch * (NUM_KV_HEADS * GROUP) + query_head) * tl.num_programs(2) + tl.program_id(2)
         tl.store(partial_out + place[:, None] * HEAD_DIM + dims[None, :], sums, mask=mask)
         tl.store(partial_max + place, largest, mask=real)
         tl.store(partial_sum + place, total, mask=real)
     else:
         # Padding has no context and sees nothing.
         sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        token_head = (start + index).to(tl.int64) * (NUM_KV_HEADS * GROUP) + query_head
         tl.store(out + token_head[:, None] * HEAD_DIM + dims[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
@@ -264,8 +267,7 @@ def join_splits_kernel(
     index = tl.load(tile_firsts + tl.program_id(0) // QUERIES) + tl.program_id(0) % QUERIES
     start = tl.load(query_starts + sequence)
     if index < tl.load(query_starts + sequence + 1) - start:
-        token_head = (start + index).to(tl.int64) * NUM_HEADS + tl.program_id(1)
-        place = token_head * SPLITS + tl.arange(0, SPLITS)
+        place = (tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)) * SPLITS + tl.arange(0, SPLITS)
         dims = tl.arange(0, HEAD_PADDED)
         largest = tl.load(partial_max + place)
         total = tl.load(partial_sum + place)
@@ -275,4 +277,5 @@ def join_splits_kernel(
         sums = tl.load(partial_out + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         whole = tl.sum(weights * total, 0)
         result = tl.sum(sums * weights[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+        token_head = (start + index).to(tl.int64) * NUM_HEADS + tl.program_id(1)
         tl.store(out + token_head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tokenmill_executor.attention.backend import AttentionBatch, CacheShape
 from tokenmill_executor.attention.reference import ReferenceAttention
 from tokenmill_executor.attention.triton_backend import Tiling, TritonAttention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes.batches import Blocks, Track
 
@@ -103,6 +105,31 @@ def test_a_short_chunk_behind_a_long_context_is_split_too() -> None:
     assert pair.triton._chunk_splits(1, 135) == 2
     pair.step((track, 130))
     pair.step((track, 5))
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the numbers that tensors made with `torch.empty` have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.numbers += made.numel() if func is torch.ops.aten.empty.memory_format else 0
+        return made
+
+
+def test_parts_take_memory_for_the_queries_that_are_split_and_not_for_the_batch() -> None:
+    """A decode in many parts beside a long chunk: with room for all tokens in as many it would be gigabytes in service."""
+    pair = Pair(cache_shape(2, 1, 64, (None,), torch.float32), num_processors=16)
+    long, decode = pair.tracks(100, 20)
+    pair.step((decode, 19))
+    pair.step((long, 100), (decode, 1))
+    assert (splits := pair.triton.decode_splits(1, 20)) == 32
+    with Allocations() as made:
+        pair.triton.attend(0, torch.zeros(101, 2, 64))
+    assert made.numbers == 101 * 2 * 64 + 2 * splits * 64 + 2 * splits
 
 
 def test_splits_follow_batch_and_context() -> None:
