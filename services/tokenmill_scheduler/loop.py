@@ -18,6 +18,7 @@ from time import monotonic
 
 import structlog
 
+from tokenmill_scheduler.abandoned import Abandoned
 from tokenmill_scheduler.clock import UnixClock
 from tokenmill_scheduler.core import events
 from tokenmill_scheduler.core.effects import OverloadChanged, PlanIssued
@@ -67,9 +68,7 @@ class Loop:
         self._pump = Pump(scheduler, self.drives, writer, self.clock, self._apply)
         self._recorder = Recorder(self.live, writer, self._metrics, self._count, self.clock, self._pump.committed, self.fail)
         self._stop_strings = StopStrings(self.live, scheduler.owner, text_model)
-        self._orphan_grace_s = orphan_grace_s
-        self._idle_clients = idle_clients or IdleClients(0.0)
-        self._served_since_s: float | None = None
+        self._abandoned = Abandoned(self.live, orphan_grace_s, idle_clients or IdleClients(0.0))
         self._result_seen = asyncio.Event()
         # Bound here once: an unbound one is bound anew at each call, even of a level that is off.
         self._log = structlog.get_logger(__name__).bind()
@@ -188,8 +187,7 @@ class Loop:
 
     def joined(self, drive: Drive) -> None:
         self.drives[drive.name] = drive
-        if self._served_since_s is None:
-            self._served_since_s = self.clock()
+        self._abandoned.served(self.clock())
         self.handle(events.ExecutorJoined(drive.facts.description, drive.epoch, drive.blocks, drive.stored, drive.facts.epoch))
 
     def lost(self, drive: Drive, reason: str, lives: bool = False) -> None:
@@ -219,23 +217,14 @@ class Loop:
         return self._metrics
 
     async def tick(self) -> None:
-        """Until cancelled: shows that the loop lives, and cancels requests whose client never came back."""
+        """Until cancelled: shows that the loop lives, and ends requests whose clients have gone."""
         while True:
             self.ticked_s = self.clock()
             # What time alone has changed is seen, and plans that it allows are asked for.
             self.handle(events.Tick())
-            for request_id in self._orphans():
-                self.handle(events.Cancelled(request_id, "its client did not come back"))
-            for request_id in self._idle_clients.find(self.live.attended, self.ticked_s) if self._pump.planning else ():
-                self.handle(events.Expired(request_id, self._idle_clients.reason))
+            for end in self._abandoned.ends(self.ticked_s) if self._pump.planning else ():
+                self.handle(end)
             await asyncio.sleep(TICK_S)
-
-    def _orphans(self) -> list[str]:
-        """Requests whose grace is over. It runs while clients can attach: not before the first executor has brought a model."""
-        before_s = self.ticked_s - self._orphan_grace_s
-        if not self._pump.planning or self._served_since_s is None or self._served_since_s >= before_s:
-            return []
-        return self.live.orphans_since(before_s)
 
     def fail(self, error: BaseException) -> None:
         """Stops for good: what is in memory can no longer be trusted, what is in the ledger can."""
@@ -246,6 +235,10 @@ class Loop:
     async def stop_planning(self) -> None:
         """No new plans from here on. Returns when the results of all plans out are in."""
         self._pump.planning = False
-        while any(drive.connected and drive.pacer.plans_out for drive in self.drives.values()):
+        while self.busy():
             self._result_seen.clear()
             await self._result_seen.wait()
+
+    def busy(self) -> list[str]:
+        """The executors that plans are out to."""
+        return [drive.name for drive in self.drives.values() if drive.connected and drive.pacer.plans_out]

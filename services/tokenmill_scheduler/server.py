@@ -46,6 +46,7 @@ from tokenmill_scheduler.servicers.inference import InferenceServicer
 from tokenmill_scheduler.servicers.statuses import SUBMIT_REFUSALS
 from tokenmill_scheduler.session import SessionLimits
 from tokenmill_scheduler.settings import Settings
+from tokenmill_scheduler.shutdown import finish_steps, finish_writing
 
 log = structlog.get_logger(__name__)
 
@@ -153,17 +154,14 @@ class SchedulerServer:
         Takes the grace period at most, and LAST_WORDS_S for each of those who are to hear of it.
         """
         # A loop that failed takes no results any more.
-        grace_s = 0.0 if self.loop.failure.done() else self._settings.grace_period_s
-        until_s = time.monotonic() + grace_s
+        until_s = time.monotonic() + (0.0 if self.loop.failure.done() else self._settings.grace_period_s)
         self._stopping = True
         self._peers.close()
         self.desk.close()
         await self._health.shut_down()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.loop.stop_planning(), grace_s)
+        await finish_steps(self.loop, until_s)
         await self.executors.leave(LAST_WORDS_S)
-        if not await self._writer.close(max(until_s - time.monotonic(), LAST_WORDS_S)):
-            log.error("not all could be written; it will be computed again", backlog=self._writer.backlog)
+        await finish_writing(self._writer, max(until_s, time.monotonic() + LAST_WORDS_S))
         await self._peers.give_up_lease(LAST_WORDS_S)
         reason = Unavailable("the scheduler is shutting down; attach again", RETRY_DELAY_S)
         self.desk.close_streams(reason)

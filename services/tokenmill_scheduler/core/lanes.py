@@ -36,9 +36,7 @@ def guaranteed_slots(shares: LaneShares, slots: int) -> Mapping[Lane, int]:
 def check_lane_shares(shares: Sequence[int]) -> None:
     """Raises ValueError, with what is to be done."""
     if len(shares) != len(Lane) or any(not 0 <= share <= 100 for share in shares) or sum(shares) > 100:
-        raise ValueError(
-            f"lane shares are whole numbers, and come to 100 per cent at most, not {lane_shares_in_words(shares)}"
-        )
+        raise ValueError(f"lane shares are whole numbers, and come to 100 per cent at most, not {lane_shares_in_words(shares)}")
 
 
 def parse_lane_shares(text: str) -> LaneShares:
