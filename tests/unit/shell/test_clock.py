@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill_scheduler.clock import UnixClock
+import pytest
+from tokenmill_scheduler.clock import SLEW, UnixClock
 
 
 @dataclass
@@ -44,9 +45,26 @@ def test_it_runs_on_when_the_wall_clock_is_set_back() -> None:
         machine.wall_s += jump_s
         clock()
     machine.run(2.0)
-    assert clock() == 1_003_602.0
+    assert clock() == 1_003_600.0 + 2.0 * (1 - SLEW)
     machine.run(0.5)
-    assert clock() == 1_003_602.5
+    assert clock() == pytest.approx(1_003_600.0 + 2.5 * (1 - SLEW), abs=1e-6)
+
+
+def test_it_comes_back_to_the_wall_clock_and_never_goes_back_itself() -> None:
+    machine = Machine()
+    clock = machine.clock()
+    machine.wall_s += 60.0
+    clock()
+    machine.wall_s -= 60.0
+    times_s = [clock()]
+    for _ in range(100):
+        machine.run(60.0)
+        times_s.append(clock())
+        assert times_s[-1] >= times_s[-2] + 60.0 * (1 - SLEW) - 1e-6
+        assert times_s[-1] >= machine.wall_s
+    ahead_s = [time_s - 1_000_000.0 - 60.0 * minute for minute, time_s in enumerate(times_s)]
+    assert [ahead_s[minute] for minute in (0, 25, 49)] == pytest.approx([60.0, 30.0, 1.2])
+    assert set(ahead_s[51:]) == {0.0}
 
 
 def test_a_stop_between_its_two_looks_is_no_jump() -> None:
