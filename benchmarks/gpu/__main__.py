@@ -1,73 +1,33 @@
 """python -m benchmarks.gpu: all parts one after another, their tables written after each. `run.sh` starts it with the right paths.
 
-A part that fails, or for which no time is left, is named in the report, and the others run. Exit code 1 if one of ours did, or if a
-result was not right.
+A part that fails or hangs, or for which no time is left, is named in the report, and the others run. Exit code 1 if one of ours
+did, or if a result was not right. First what the service runs, right and fast; then what it may run.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from benchmarks.gpu.report import Report
 
 if TYPE_CHECKING:
     import torch
 
+    from benchmarks.gpu.shapes import Scale
     from benchmarks.gpu.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-# At most, for transformers to load its model and answer the requests twice.
-_PEER_S = 150.0
-
-
-@dataclass(slots=True)
-class Report:
-    path: Path
-    title: str
-    deadline_s: float
-    tables: list[Table] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    failed: bool = False
-
-    def left_s(self) -> float:
-        return self.deadline_s - time.monotonic()
-
-    def part(self, name: str, run: Callable[[], Table], required: bool = True) -> None:
-        """Runs a part and keeps its table; says so when there is none, which is a failure if it is required."""
-        before = len(self.left_out)
-        started_s = time.monotonic()
-        if self.left_s() <= 0:
-            self.left_out.append(f"{name}: no time was left")
-        else:
-            try:
-                table = run()
-                self.tables.append(table)
-                print(table.markdown(), flush=True)
-            except Exception as error:
-                traceback.print_exc()
-                self.left_out.append(f"{name}: {type(error).__name__}: {str(error)[:500]}")
-        print(f"({name}: {time.monotonic() - started_s:.1f} s, {self.left_s():.0f} s left)\n", flush=True)
-        self.failed |= required and len(self.left_out) > before
-        self.write()
-
-    def write(self) -> None:
-        parts = [f"# {self.title}", "", *(table.markdown() for table in self.tables)]
-        if self.left_out:
-            parts += ["## Not run", "", *(f"- {line}" for line in self.left_out), ""]
-        self.path.with_suffix(".md").write_text("\n".join(parts), encoding="utf-8")
-        content = {"title": self.title, "tables": [asdict(table) for table in self.tables], "left_out": self.left_out}
-        self.path.with_suffix(".json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+# At most, for one part: kernels that were compiled never before among it.
+_PART_S = 150.0
 
 
 def main() -> int:
@@ -91,11 +51,12 @@ def main() -> int:
     report.part("several steps", lambda: correctness.several_steps(scale, device))
     if arguments.model:
         report.part("checkpoint", lambda: correctness.checkpoint(arguments.model, scale, device))
-    report.part("speed", lambda: speed(report, device, arguments.tiny))
+    speed(report, scale, device)
+    gc.collect()  # the model
+    report.part("quantised caches", lambda: correctness.quantised_caches(scale, device))
     if device.type == "cuda" and not arguments.tiny:
-        gc.collect()
         torch.cuda.empty_cache()
-        report.part("transformers", lambda: peer(min(_PEER_S, report.left_s())), required=False)
+        report.part("transformers", lambda: peer(min(_PART_S, report.left_s())), required=False)
     print(f"written to {report.path}.md and .json")
     return 1 if report.failed or any(table.wrong for table in report.tables) else 0
 
@@ -106,6 +67,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small shapes: that everything runs")
     parser.add_argument("--model", help="a GGUF file or Hugging Face folder to compare with the CPU too")
     parser.add_argument("--budget-s", type=float, default=450.0, help="parts that would begin later are left out")
+    parser.add_argument("--resume", type=float, metavar="DEADLINE_S", help=argparse.SUPPRESS)
+    parser.add_argument("--stem", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS), help="folder for the results")
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.tiny:
@@ -114,51 +77,62 @@ def parse() -> argparse.Namespace:
 
 
 def begin(arguments: argparse.Namespace, device: torch.device) -> Report:
+    """A new report, or that of the process which this one takes over from."""
     import torch
     import triton
+    from tokenmill_executor.model.device import is_lost
 
     now = datetime.now(UTC)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()}), Triton interpreted"
     software = f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}"
     title = f"The executor on {name}, {now:%Y-%m-%d %H:%M} UTC, commit {commit()}; {software}"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = f"{now:%Y-%m-%d}-{'tiny' if arguments.tiny else '8b'}-{name.split('(')[0].strip().lower().replace(' ', '-')}"
-    print(f"# {title}\n", flush=True)
-    return Report(arguments.out / stem, title, time.monotonic() + arguments.budget_s)
+    kind = "tiny" if arguments.tiny else "8b"
+    stem = arguments.stem or f"{now:%Y-%m-%d}-{kind}-{name.split('(')[0].strip().lower().replace(' ', '-')}"
+    deadline_s = arguments.resume or time.monotonic() + arguments.budget_s
+
+    def take_over() -> NoReturn:
+        command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--resume", str(deadline_s), "--stem", stem]
+        os.execv(command[0], command)
+
+    report = Report(arguments.out / stem, title, deadline_s, _PART_S, lambda: is_lost(device), take_over)
+    if arguments.resume:
+        report.resume()
+    print(f"# {report.title}\n", flush=True)
+    return report
 
 
 def commit() -> str:
     """Of the working tree, or what COMMIT says where there is no repository."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:  # no git either
+        return os.environ.get("COMMIT", "unknown")
     return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
-def speed(report: Report, device: torch.device, tiny: bool) -> Table:
-    """Several parts on one engine; returns the table of what took how long to start."""
+def speed(report: Report, scale: Scale, device: torch.device) -> None:
+    """Several parts on one engine, and some that need none. What they share is made again by a process that takes over."""
     from benchmarks.gpu import kernels, profiles
     from benchmarks.gpu import speed as parts
-    from benchmarks.gpu.shapes import FULL, SMOKE, make_executor
-    from benchmarks.gpu.table import Table
+    from benchmarks.gpu.once import Once
+    from benchmarks.gpu.shapes import make_executor
 
-    scale = SMOKE if tiny else FULL
     dtype = scale.dtypes[-1]
-    bounds, table = parts.measure_bounds(scale, dtype, device)
-    report.tables.append(table)
-    print(table.markdown(), flush=True)
-    started_s = time.monotonic()
-    executor = make_executor(scale, dtype, device)
-    made_s = time.monotonic() - started_s
-    report.part("decode", lambda: parts.decode(scale, executor, bounds))
-    report.part("prefill", lambda: parts.prefill(scale, executor, bounds))
-    report.part("burst", lambda: parts.burst(scale, executor))
+    bounds = Once(lambda: parts.measure_bounds(scale, dtype, device))
+    executor = Once(lambda: make_executor(scale, dtype, device))
+    report.part("device", lambda: parts.bounds_table(scale, dtype, bounds()))
+    report.part("start", lambda: parts.start(executor))
+    report.part("decode", lambda: parts.decode(scale, executor(), bounds()))
+    report.part("prefill", lambda: parts.prefill(scale, executor(), bounds()))
+    report.part("burst", lambda: parts.burst(scale, executor()))
     for batch in scale.profiled_batches:
-        report.part(f"profile of {batch}", lambda batch=batch: profiles.decode(scale, executor, batch))  # type: ignore[misc]
-    report.part("profile of prefill", lambda: profiles.prefill(scale, executor))
-    report.part("products", lambda: kernels.products(scale, dtype, device, bounds))
+        report.part(f"profile of {batch}", lambda batch=batch: profiles.decode(scale, executor(), batch))  # type: ignore[misc]
+    report.part("profile of prefill", lambda: profiles.prefill(scale, executor()))
+    report.part("products", lambda: kernels.products(scale, dtype, device, bounds()))
     report.part("drawing", lambda: kernels.draws(scale, device))
-    report.part("caches", lambda: kernels.caches(scale, dtype, device, bounds))
-    report.part("tilings", lambda: kernels.tilings(scale, dtype, device, bounds))
-    return Table("Start", ("what", "s"), [("weights, cache, kernels and graphs", made_s)])
+    report.part("caches", lambda: kernels.caches(scale, dtype, device, bounds()))
+    report.part("tilings", lambda: kernels.tilings(scale, dtype, device, bounds()))
 
 
 def peer(timeout_s: float) -> Table:

@@ -56,19 +56,28 @@ class Driver:
         self.known = []
 
 
-def measure_bounds(scale: Scale, dtype: torch.dtype, device: torch.device) -> tuple[Bounds, Table]:
+def measure_bounds(scale: Scale, dtype: torch.dtype, device: torch.device) -> Bounds:
     source = torch.ones(scale.copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copy_s = _least(lambda: target.copy_(source), device)
     left = torch.randn(scale.matrix, scale.matrix, device=device).to(dtype)
     product_s = _least(lambda: left @ left, device)
-    bounds = Bounds(2 * scale.copy_bytes / copy_s, 2 * scale.matrix**3 / product_s)
+    return Bounds(2 * scale.copy_bytes / copy_s, 2 * scale.matrix**3 / product_s)
+
+
+def bounds_table(scale: Scale, dtype: torch.dtype, bounds: Bounds) -> Table:
     table = Table("The device", ("what", "rate"))
     table.rows = [
         ("copy, TB/s read and written", bounds.copy_rate / 1e12),
         (f"product of {scale.matrix} × {scale.matrix}, {dtype}, Tflop/s".replace("torch.", ""), bounds.matrix_rate / 1e12),
     ]
-    return bounds, table
+    return table
+
+
+def start(make: Callable[[], Executor]) -> Table:
+    started_s = time.monotonic()
+    make()
+    return Table("Start", ("what", "s"), [("weights, cache, kernels and graphs", time.monotonic() - started_s)])
 
 
 def _least(job: Callable[[], object], device: torch.device) -> float:
