@@ -20,6 +20,7 @@ from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, l
 from tokenmill_executor.model.port import DecodeModel, Decodes, Model
 from tokenmill_executor.model.quantized_linear import QUANTIZED_LINEARS
 from tokenmill_executor.model.runner import TorchRunner
+from tokenmill_executor.model.threads import leave_one_thread, use_threads
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
 from tokenmill_executor.model.weights import Checkpoint
 from tokenmill_executor.runner import RunnerDescription
@@ -65,9 +66,8 @@ def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
     _check_cache(settings.kv_cache_dtype, device)
     if settings.attention_backend != "auto" and device.type != "cuda":
         raise ModelError(f"The attention backend {settings.attention_backend} is a choice for CUDA; on a CPU leave it auto.")
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    sampling_kernels = available_kernels(torch.get_num_threads()) if device.type == "cpu" else None
+    threads = use_threads(settings.threads)
+    sampling_kernels = available_kernels(threads) if device.type == "cpu" else None
     model = _model(checkpoint, dtype, device, max_model_len, settings)
     description = RunnerDescription(
         model=checkpoint.name,
@@ -89,8 +89,7 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
     if device.type == "cpu" and dtype == torch.bfloat16:
         kernels = choose_kernels(checkpoint.config, checkpoint.tensors, _cpu_choice(settings, max_model_len))
         if kernels is not None:
-            # Little is left to torch, and its idle threads would spin on the cores that the kernels' own threads want.
-            torch.set_num_threads(1)
+            leave_one_thread()
             return kernels
     if device.type == "cuda":
         return cuda_model(

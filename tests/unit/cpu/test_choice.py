@@ -128,6 +128,24 @@ def test_the_kernels_choose_tokens_of_either_model_on_all_threads(folder: Path, 
     assert kernels._threads == 2
 
 
+@needs_kernels
+def test_the_next_model_of_a_process_has_as_many_threads_as_the_one_before(folder: Path) -> None:
+    """Unless the process, whose torch's threads are, has set others in between."""
+    before = torch.get_num_threads()
+    found = []
+    for process in (3, None, 2, None):
+        if process is not None:
+            torch.set_num_threads(process)
+        runner = load_runner(folder, device="cpu", dtype="bfloat16")
+        assert torch.get_num_threads() == 1, "the kernels have their own"
+        kernels, model = runner._sampler._kernels, runner._model
+        assert kernels is not None
+        assert isinstance(model, CpuModel)
+        found.append((kernels._threads, model._record.threads))
+    torch.set_num_threads(before)
+    assert found == [(3, 3), (3, 3), (2, 2), (2, 2)]
+
+
 def test_without_kernels_torch_chooses_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "available", lambda: "there are none")
     assert load_runner(folder, device="cpu", dtype="float32")._sampler._kernels is None
