@@ -35,7 +35,7 @@ def load_runner(
     - device: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is a device.
     - max_model_len: at most the model's own, which is the default.
     - max_num_seqs, max_num_batched_tokens: the largest step, run on CUDA to see what memory it needs.
-    - threads: of a CPU forward pass; None: torch's, that of the process. A model on the C++ kernels leaves torch one, the next has all.
+    - threads: of a CPU forward pass; None: as many as torch has, or had before an earlier model on the C++ kernels.
     - block_size: that of the cache to come; the C++ kernels for bfloat16 on a CPU have only blocks of 16.
     - quantization: "int8" or "int4", on a CPU, of the weights.
     - kv_cache_dtype: "auto", the model's type, "bfloat16", "int8", "int4" or "fp8".
