@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from tokenmill_executor.engine import Engine
 from tokenmill_executor.host_tier import HostTier
 from tokenmill_executor.model import load_runner
-from tokenmill_executor.model.host_memory import TorchHostMemory
+from tokenmill_executor.model.host_memory import TorchHostMemory, _slots_of_piece
 from tokenmill_executor.runner import DeviceLost
 
 from tests.fakes.models import random_model
@@ -78,11 +78,14 @@ def test_c19_tokens_after_swaps_are_those_of_a_run_that_computes_all(
     assert found[64][1] >= 3 * 4 * 32
 
 
-def test_blocks_go_out_and_come_back_byte_by_byte() -> None:
-    """Also when there are more of them than are gathered at once."""
-    storage = [torch.randint(0, 255, (12, 3, 5), dtype=torch.uint8), torch.randn(12, 7), torch.randn(12, 2, 3).bfloat16()]
+@pytest.mark.parametrize(("odd", "widest"), [(5, torch.uint8), (8, torch.int64)], ids=["bytes", "eight-bytes"])
+def test_blocks_go_out_and_come_back_byte_by_byte(odd: int, widest: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when there are more of them than are gathered at once, and than lie in one piece of host memory."""
+    monkeypatch.setattr("tokenmill_executor.model.host_memory._slots_of_piece", lambda *_: 4)
+    storage = [torch.randint(0, 255, (12, 3, odd), dtype=torch.uint8), torch.randn(12, 6), torch.randn(12, 2, 4).bfloat16()]
     before = [tensor.clone() for tensor in storage]
     memory = TorchHostMemory(storage, 9, torch.device("cpu"))
+    assert memory._staging.dtype == widest
     memory._staging = memory._staging[:2]
     memory.copy_out([11, 0, 5, 6, 2], [8, 0, 3, 1, 4])
     for tensor in storage:
@@ -105,6 +108,15 @@ def test_after_a_copy_that_failed_the_cache_is_not_trusted() -> None:
 def test_more_host_memory_than_there_is_is_refused() -> None:
     with pytest.raises(MemoryError, match="bytes of host memory cannot be had"):
         TorchHostMemory([torch.zeros(4, 2)], 1 << 56, torch.device("cpu"))
+
+
+def test_pinned_memory_comes_in_pieces_that_rounding_up_costs_little() -> None:
+    """Torch pins a power of two; and what the machine has not is not tried."""
+    cuda = torch.device("cuda")
+    assert _slots_of_piece(1_000, 2 << 20, cuda) == 512
+    assert _slots_of_piece(1, 2 << 30, cuda) == 1
+    with pytest.raises(MemoryError, match="more than the machine has"):
+        _slots_of_piece(1 << 40, 2 << 20, cuda)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
