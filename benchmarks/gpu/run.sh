@@ -5,7 +5,8 @@
 #   benchmarks/gpu/run.sh --device cpu --tiny          the same script on small shapes, Triton interpreted: that it runs at all
 #
 # Needs torch (CUDA build, which brings triton) and numpy. What else a machine lacks can travel as wheels in a folder named by WHEELS:
-# structlog; for --model also gguf, safetensors and tokenizers (with pyyaml and tqdm). transformers, where it is there, runs beside.
+# structlog, which all of it needs; for --model also gguf, safetensors and tokenizers (with pyyaml and tqdm). transformers, where it is
+# there, runs beside.
 # PYTHON names the interpreter, OUT a folder for the results in place of benchmarks/gpu/results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -17,7 +18,10 @@ export PYTHONPATH="protos:services:executor:clients${PYTHONPATH:+:$PYTHONPATH}"
 if [[ -n "${WHEELS:-}" ]]; then
   unpacked=$(mktemp -d)
   trap 'rm -rf "$unpacked"' EXIT
-  "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$unpacked" "$WHEELS"/*.whl
+  # One by one: a wheel for another Python costs the part that needs it, and not the run.
+  for wheel in "$WHEELS"/*.whl; do
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$unpacked" "$wheel" || echo "left out: $wheel" >&2
+  done
   PYTHONPATH="$PYTHONPATH:$unpacked"
 fi
 "$PYTHON" -m benchmarks.gpu "$@"
