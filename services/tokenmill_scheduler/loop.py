@@ -73,7 +73,7 @@ class Loop:
         # Bound here once: an unbound one is bound anew at each call, even of a level that is off.
         self._log = structlog.get_logger(__name__).bind()
 
-    # ---- the main loop -----------------------------------------------------------------------------------------------------------
+    # ---- the main loop ---------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, *actions: Action) -> None:
         """One event through the core; its effects are under way on return, and a plan that they make possible is soon asked for.
