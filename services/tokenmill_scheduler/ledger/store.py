@@ -10,13 +10,14 @@ from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
-from sqlalchemy import Connection, and_, delete, or_, select
+from sqlalchemy import Connection, and_, bindparam, delete, or_, select
 
 from tokenmill_scheduler.core.effects import Transitioned
 from tokenmill_scheduler.core.request import Request, State
 from tokenmill_scheduler.ledger import actions, commands
 from tokenmill_scheduler.ledger.batch import Batch, Change, Chunk, fold
 from tokenmill_scheduler.ledger.codec import clean, pack_parameters, pack_tokens
+from tokenmill_scheduler.ledger.engine import driver
 from tokenmill_scheduler.ledger.records import Handover, Outcome, Record, Submission
 from tokenmill_scheduler.ledger.statements import Statements
 from tokenmill_scheduler.ledger.tables import requests
@@ -27,8 +28,11 @@ TAIL_TOKENS = 32
 TAIL_TOKENS_WITH_LOGPROBS = 8
 # Requests that began together are spread over so many transactions: in fewer, each would hold up the tokens of all streams.
 _TAIL_PHASES = TAIL_TOKENS
-# Parameters of one IN list: SQLite takes 32,766.
-_IDS_A_QUERY = 1000
+_DIGESTS = select(requests.c.request_id, requests.c.payload_digest).where(
+    requests.c.request_id.in_(bindparam("request_ids", expanding=True))
+)
+# With every request: see `driver`.
+_DIGEST_SQLITE = "SELECT request_id, payload_digest FROM requests WHERE request_id = ?"
 
 Row = tuple[Any, ...]
 
@@ -85,12 +89,11 @@ def _submit(
 
 
 def _stored_digests(connection: Connection, request_ids: Sequence[str]) -> dict[str, bytes]:
-    digests: dict[str, bytes] = {}
-    for start in range(0, len(request_ids), _IDS_A_QUERY):
-        some = request_ids[start : start + _IDS_A_QUERY]
-        found = connection.execute(select(requests.c.request_id, requests.c.payload_digest).where(requests.c.request_id.in_(some)))
-        digests.update((request_id, digest) for request_id, digest in found)
-    return digests
+    if connection.dialect.name == "sqlite":
+        ask = driver(connection).execute
+        return {found: digest for request_id in request_ids for found, digest in ask(_DIGEST_SQLITE, (request_id,))}
+    rows = connection.execute(_DIGESTS, {"request_ids": request_ids})
+    return {row.request_id: row.payload_digest for row in rows}
 
 
 def _append_tokens(connection: Connection, statements: Statements, batch: Batch) -> None:
