@@ -80,53 +80,48 @@ def _decode_admission(index: int, message: pb.Admission) -> Admission:
 
 
 def encode_result(result: Result, times: ServiceTimes) -> pb.RunResponse:
-    message = pb.Result(
-        epoch=result.epoch,
-        plan_id=result.plan_id,
-        sequence_ids=result.sequence_ids,
-        num_computed=result.num_computed,
-        num_sampled=result.num_sampled,
-        token_ids=result.token_ids,
-        # The numbers of SequenceFinish are the enum's.
-        finishes=result.finishes,  # type: ignore[arg-type]
-        logprobs=[_encode_logprobs(logprobs) for logprobs in result.logprobs],
-        faults=[
-            pb.Fault(sequence_id=fault.sequence_id, fault=int(fault.fault), detail=fault.detail)  # type: ignore[arg-type]
-            for fault in result.faults
-        ],
-        blocks=encode_blocks(result.blocks),
-        times=pb.Times(
-            queue_us=_microseconds(times.queue_s),
-            prepare_us=_microseconds(result.times.prepare_s),
-            forward_us=_microseconds(result.times.forward_s),
-            sample_us=_microseconds(result.times.sample_s),
-            idle_us=_microseconds(times.idle_s),
-        ),
-        num_cached=result.num_cached,
-        dropped=result.prefix.dropped,
-        stored=result.prefix.stored,
-        stored_parents=result.prefix.parents,
-        num_steps=result.num_steps,
-    )
-    return pb.RunResponse(result=message)
+    # Filled in place: a message that is given to another is copied.
+    response = pb.RunResponse()
+    message = response.result
+    message.epoch, message.plan_id, message.num_steps = result.epoch, result.plan_id, result.num_steps
+    message.sequence_ids.extend(result.sequence_ids)
+    message.num_computed.extend(result.num_computed)
+    message.num_sampled.extend(result.num_sampled)
+    message.token_ids.extend(result.token_ids)
+    # The numbers of SequenceFinish and SequenceFault are the enums'.
+    message.finishes.extend(result.finishes)  # type: ignore[arg-type]
+    message.num_cached.extend(result.num_cached)
+    message.dropped.extend(result.prefix.dropped)
+    message.stored.extend(result.prefix.stored)
+    message.stored_parents.extend(result.prefix.parents)
+    for logprobs in result.logprobs:
+        _add_logprobs(message, logprobs)
+    for fault in result.faults:
+        message.faults.add(sequence_id=fault.sequence_id, fault=int(fault.fault), detail=fault.detail)
+    _fill_blocks(message.blocks, result.blocks)
+    spent = message.times
+    spent.queue_us, spent.idle_us = _microseconds(times.queue_s), _microseconds(times.idle_s)
+    spent.prepare_us, spent.forward_us = _microseconds(result.times.prepare_s), _microseconds(result.times.forward_s)
+    spent.sample_us = _microseconds(result.times.sample_s)
+    return response
 
 
 def encode_welcome(epoch: int, standing: Standing) -> pb.RunResponse:
-    welcome = pb.Welcome(
-        epoch=epoch,
-        blocks=encode_blocks(standing.blocks),
-        stored=standing.prefix.stored,
-        stored_parents=standing.prefix.parents,
-    )
-    return pb.RunResponse(welcome=welcome)
+    response = pb.RunResponse()
+    welcome = response.welcome
+    welcome.epoch = epoch
+    _fill_blocks(welcome.blocks, standing.blocks)
+    welcome.stored.extend(standing.prefix.stored)
+    welcome.stored_parents.extend(standing.prefix.parents)
+    return response
 
 
-def encode_blocks(blocks: Blocks) -> pb.Blocks:
-    return pb.Blocks(free=blocks.free, cached=blocks.cached, held=blocks.held)
+def _fill_blocks(message: pb.Blocks, blocks: Blocks) -> None:
+    message.free, message.cached, message.held = blocks.free, blocks.cached, blocks.held
 
 
-def _encode_logprobs(logprobs: SampledLogprobs) -> pb.Logprobs:
-    return pb.Logprobs(
+def _add_logprobs(message: pb.Result, logprobs: SampledLogprobs) -> None:
+    message.logprobs.add(
         logprob=logprobs.logprob,
         top_token_ids=[token_id for token_id, _ in logprobs.top],
         top_logprobs=[logprob for _, logprob in logprobs.top],

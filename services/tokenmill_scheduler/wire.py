@@ -88,8 +88,9 @@ class Codec:
         """Raises ProtocolError when columns do not fit together."""
         sequence_ids, num_sampled, token_ids = tuple(message.sequence_ids), tuple(message.num_sampled), tuple(message.token_ids)
         num_computed, num_cached, finishes = tuple(message.num_computed), tuple(message.num_cached), tuple(message.finishes)
-        lengths = {len(column) for column in (sequence_ids, num_sampled, num_computed, num_cached or num_computed, finishes)}
-        if len(lengths) > 1 or sum(num_sampled) != len(token_ids):
+        rows = len(sequence_ids)
+        fits = rows == len(num_sampled) == len(num_computed) == len(num_cached or num_computed) == len(finishes)
+        if not fits or sum(num_sampled) != len(token_ids):
             raise ProtocolError(f"result {message.plan_id} has columns of unequal length")
         result = Result(
             epoch=message.epoch,

@@ -65,7 +65,7 @@ class Service:
         self.core = Scheduler(SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=tokens))
         self.codec = scheduler_wire.Codec()
         self.out: deque[pb.Plan] = deque()
-        blocks = scheduler_wire.blocks(executor_wire.encode_blocks(self.engine.release_all().blocks))
+        blocks = scheduler_wire.blocks(executor_wire.encode_welcome(1, self.engine.release_all()).welcome.blocks)
         self.handle(ExecutorJoined(self.description, 1, blocks))
 
     def handle(self, event: Event) -> list[Effect]:
