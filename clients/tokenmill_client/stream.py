@@ -134,7 +134,9 @@ class AsyncStream(AsyncIterator[Delta]):
         """The next event of this connection, or of a new one when it is lost."""
         while True:
             try:
-                event = await self._read()
+                event = incoming.stream_event(await self._connected().read())
+                if event is None:
+                    raise Unavailable(f"The stream of request {self.request_id} ended before the request did.")
             except grpc.aio.AioRpcError as error:
                 failure = self._transport.typed(error)
             except Unavailable as error:
@@ -145,15 +147,12 @@ class AsyncStream(AsyncIterator[Delta]):
                 return event
             await self._await_next_try(failure)
 
-    async def _read(self) -> StreamEvent:
+    def _connected(self) -> StreamCall:
         if self._call is None:
             self._progress.reconnected()
             self._address = self._transport.current
             self._call = self._connect(self._progress, self._remaining_s())
-        event = incoming.stream_event(await self._call.read())
-        if event is None:
-            raise Unavailable(f"The stream of request {self.request_id} ended before the request did.")
-        return event
+        return self._call
 
     def _made_good(self, lost_s: float) -> None:
         level = logging.INFO if self._outage_told else logging.DEBUG
