@@ -14,7 +14,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2
 
 LIVENESS = "tokenmill.liveness"
-CHECK_INTERVAL_S = 0.25
+CHECK_INTERVAL_S = 1.0
 # The loop's tick may be late by this much on a busy machine.
 ALIVE_WITHIN_S = 5.0
 

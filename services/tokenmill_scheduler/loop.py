@@ -40,7 +40,7 @@ from tokenmill_scheduler.streams import Feed
 from tokenmill_scheduler.tally import Tally
 from tokenmill_scheduler.text.model import TextModel
 
-TICK_S = 0.25
+TICK_S = 1.0
 
 
 class Loop:

@@ -20,7 +20,6 @@ def configure_logs(log_format: str, level: str) -> None:
     )
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *renderer,
