@@ -165,5 +165,8 @@ class DecodeBackend(AttentionBackend, Protocol):
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         """How the positions of such decodes are best split: part of what a graph is captured for."""
 
+    def chunk_contexts(self, max_context: int) -> list[int]:
+        """Lengths of context up to that, behind which chunks have a way of their own to be split: all ways there are."""
+
     def prepare_decode(self, inputs: DecodeInputs, splits: int) -> None:
         """In place of `prepare`, for any contents of `inputs`."""

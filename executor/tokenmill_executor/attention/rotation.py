@@ -67,5 +67,8 @@ class RotatedDecodeAttention(RotatedAttention):
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         return self._decodes.decode_splits(num_sequences, max_context)
 
+    def chunk_contexts(self, max_context: int) -> list[int]:
+        return self._decodes.chunk_contexts(max_context)
+
     def prepare_decode(self, inputs: DecodeInputs, splits: int) -> None:
         self._decodes.prepare_decode(inputs, splits)

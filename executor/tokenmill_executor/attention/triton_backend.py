@@ -92,6 +92,11 @@ class TritonAttention(PagedBackend):
         to_fill = self._programs_wanted / (num_sequences * self._shape.num_kv_heads)
         return min(_MOST_SPLITS, _power_of_two(max(to_fill, math.ceil(max_context / _POSITIONS_PER_SPLIT))))
 
+    def chunk_contexts(self, max_context: int) -> list[int]:
+        """See `DecodeBackend`. Of chunks that are one tile, which are split the most."""
+        doubled = (1 << power for power in range(1, max_context.bit_length()))
+        return list({self._chunk_splits(1, context): context for context in doubled}.values())
+
     def prepare_decode(self, inputs: DecodeInputs, splits: int) -> None:
         launch = _Launch(inputs.rows, inputs.firsts, 1, self._decode, splits)
         self._step = _Step(inputs.slots, inputs.query_starts, inputs.context_lens, inputs.block_tables, (launch,))

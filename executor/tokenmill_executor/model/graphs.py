@@ -67,7 +67,10 @@ class GraphedDecoder:
         return self._decoder.block_bytes(block_size)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Makes the KV cache and, for it, the graphs of short contexts; those of longer ones are captured when they first come."""
+        """Makes the KV cache and, for it, the graphs of short contexts; those of longer ones are captured when they first come.
+
+        Chunks are run in each way that they are split, so that their kernels are compiled here and not while streams wait.
+        """
         self._replays.clear()  # they hold the addresses of the cache that goes
         self._inputs, self._capture, self._logits = None, None, torch.empty(0)
         self._decoder.allocate(num_blocks, block_size)
@@ -81,6 +84,8 @@ class GraphedDecoder:
         # The largest first: the smaller ones then find room in its memory.
         for size in reversed(self._sizes):
             self._replay_for(size, self._attention.decode_splits(size, 1))
+        for context in self._attention.chunk_contexts(self._max_model_len):
+            self._try_chunk(context)
 
     def storage(self) -> list[torch.Tensor]:
         return self._decoder.storage()
@@ -119,6 +124,21 @@ class GraphedDecoder:
             self._inputs.clear(size)
             self._replays[size, splits] = self._capture(lambda: self._compute(size, splits))
         return self._replays[size, splits]
+
+    @torch.inference_mode()
+    def _try_chunk(self, context: int) -> None:
+        """Two tokens at the end of so many, of which none is kept."""
+        batch = Batch(
+            token_ids=np.zeros(2, dtype=np.int32),
+            positions=np.arange(context - 2, context, dtype=np.int32),
+            slots=np.full((len(self.block_groups), 2), _NO_SLOT, dtype=np.int32),
+            query_starts=np.array([0, 2], dtype=np.int32),
+            context_lens=np.array([context], dtype=np.int32),
+            block_tables=np.zeros((len(self.block_groups), 1, -(-context // self.block_size)), dtype=np.int32),
+            sample_rows=np.zeros(1, dtype=np.int32),
+            samples=[],
+        )
+        self._decoder.forward(batch)
 
     @torch.inference_mode()
     def _compute(self, size: int, splits: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenmill_executor.attention.backend import CacheShape
 from tokenmill_executor.attention.rotation import rotated_decodes
-from tokenmill_executor.attention.triton_backend import TritonAttention
+from tokenmill_executor.attention.triton_backend import Tiling, TritonAttention
 from tokenmill_executor.model.config import ModelConfig, config_from_hf
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.graphs import GraphedDecoder, Replay, padded_sizes
@@ -47,7 +47,15 @@ class FakeDevice:
 class Pair:
     """The plain decoder on the reference, and the graphed one on Triton, with the same weights."""
 
-    def __init__(self, max_num_seqs: int = 6, family: str = "qwen3", kv_cache_dtype: str = "auto", **changes: Any) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int = 6,
+        family: str = "qwen3",
+        kv_cache_dtype: str = "auto",
+        num_processors: int = 1,
+        chunk: Tiling | None = None,
+        **changes: Any,
+    ) -> None:
         model = random_model(family, **TINY_SIZES, **changes)
         self.config: ModelConfig = config_from_hf(model.config.to_dict())
         tensors = model.state_dict()
@@ -56,7 +64,8 @@ class Pair:
         given = (self.config, tensors, torch.float32, CPU, MAX_MODEL_LEN)
         self.plain = Decoder(*given, kv_cache_dtype=kv_cache_dtype)
         shape = CacheShape.of(self.config, torch.float32, CPU, kv_cache_dtype)
-        self.attention = rotated_decodes(TritonAttention(shape, num_processors=1), shape)
+        self.triton = TritonAttention(shape, num_processors, chunk=chunk)
+        self.attention = rotated_decodes(self.triton, shape)
         decoder = Decoder(*given, lambda _: self.attention, TritonOps(), kv_cache_dtype)
         self.device = FakeDevice()
         self.graphed = GraphedDecoder(decoder, self.attention, lambda: self.device.capture, max_num_seqs, MAX_MODEL_LEN)
@@ -131,6 +140,23 @@ def test_a_quantised_cache_is_written_and_read_in_graphs(kv_cache_dtype: str) ->
     assert len(pair.device.log) == 3
     for mine, theirs in zip(pair.graphed.storage()[1::2], pair.plain.storage()[1::2], strict=True):
         assert torch.equal(mine != 0, theirs != 0)
+
+
+def test_chunks_are_tried_in_every_way_they_are_split_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel is compiled for; and nothing of that stays in the cache."""
+    tried: list[int] = []
+    run = TritonAttention._attend
+
+    def attend(self: TritonAttention, layer: int, query: torch.Tensor, out: torch.Tensor, launch: Any) -> None:
+        if launch.queries > 1:
+            tried.append(launch.splits)
+        run(self, layer, query, out, launch)
+
+    monkeypatch.setattr(TritonAttention, "_attend", attend)
+    pair = Pair(max_num_seqs=1, num_processors=16, chunk=Tiling(32, 4, 4, 2))
+    assert sorted({pair.triton._chunk_splits(1, context) for context in range(2, MAX_MODEL_LEN + 1)}) == sorted(set(tried))
+    assert max(tried) == 4
+    assert not any(tensor.any() for tensor in pair.graphed.storage())
 
 
 def test_a_step_that_is_no_plain_decode_goes_to_the_decoder() -> None:

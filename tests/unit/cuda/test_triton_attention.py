@@ -107,11 +107,11 @@ def test_a_short_chunk_behind_a_long_context_is_split_too() -> None:
     pair.step((track, 5))
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the numbers that tensors made with `torch.empty` have."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
