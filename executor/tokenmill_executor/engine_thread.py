@@ -110,7 +110,9 @@ class EngineThread:
 
     def _answered(self, future: asyncio.Future[Answer | None]) -> None:
         self.metrics.plans_queued -= 1
-        self._check.start()
+        if not self.metrics.plans_queued:
+            self._check.start()
+            self._populate.start()
         if not future.cancelled() and future.exception() is None and (answer := future.result()) is not None:
             self.metrics.carried_out(answer.result, answer.times)
 
@@ -153,6 +155,8 @@ class EngineThread:
     def _populated(self, future: asyncio.Future[bool]) -> None:
         if not future.cancelled() and future.result():
             self._populate.start()
+        else:
+            self._populate.close()
 
     def gather(self) -> list[Metric]:
         """The figures as they stand."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 class WhenIdle:
     """`act` is called once nothing has happened for `after_s` seconds, and again only after another `start`.
 
-    `activity` gives a number that grows with whatever happens, or None while something is under way.
+    `activity` gives a number that grows with whatever happens, or None while something is under way: `start` when that has ended.
     """
 
     def __init__(self, after_s: float, activity: Callable[[], int | None], act: Callable[[], None]) -> None:
@@ -33,7 +33,9 @@ class WhenIdle:
     def _look(self, before: int | None) -> None:
         self._timer = None
         now = self._activity()
-        if now is None or now != before:
-            self.start()
-        else:
+        if now is None:
+            return
+        if now == before:
             self._act()
+        else:
+            self.start()
