@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,6 +252,25 @@ def test_an_index_outside_its_array_is_refused(field: str, index: object, value:
     model = cpu_model(config, random_tensors(config))
     batch = make_batch([(random_tokens(config, 3, 1), 3, scattered_tables(1, 40)[0])])
     getattr(batch, field)[index] = value
+    with pytest.raises(ValueError, match=message):
+        model.forward(batch)
+
+
+@pytest.mark.parametrize(
+    ("field", "index", "message"),
+    [
+        ("positions", np.s_[:-1], "number of tokens"),
+        ("context_lens", np.s_[:-1], "number of tokens or sequences"),
+        ("slots", np.s_[:, :-1], "slots"),
+        ("slots", np.s_[:0], "slots"),
+        ("block_tables", np.s_[:0], "slots"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_refused(field: str, index: Any, message: str) -> None:
+    config = small_config()
+    model = cpu_model(config, random_tensors(config))
+    batch = make_batch([(random_tokens(config, 3, row), 3, table) for row, table in enumerate(scattered_tables(2, 40))])
+    setattr(batch, field, getattr(batch, field)[index])
     with pytest.raises(ValueError, match=message):
         model.forward(batch)
 
