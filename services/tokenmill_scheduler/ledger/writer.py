@@ -162,11 +162,11 @@ class LedgerWriter:
         if self._closing:
             raise LedgerUnavailable("the scheduler is stopping")
         with self._guard:
-            # The thread wakes by itself when the interval is over, and needs no waking for what may wait until then.
-            wakes = urgent or not self._waiting
             self._waiting.append(entry)
             self._urgent = self._urgent or urgent
             self._backlog += len(records)
+            # The thread wakes by itself when the interval is over, and needs no waking for what may wait until then.
+            wakes = urgent or self._interval_left_s() <= 0
         if wakes and not self._rings_soon:
             # Not in the middle of this turn of the event loop: the two would take the interpreter from each other.
             self._rings_soon = True
@@ -226,9 +226,7 @@ class LedgerWriter:
 
     def _take(self) -> list[_Entry]:
         """Waits for entries and takes as many as fit one transaction; none when closing and all is written."""
-        while not self._waiting and not self._closing:
-            self._bell.acquire()
-        while not self._urgent and not self._closing and (wait_s := self._begun_s + self._interval_s - time.monotonic()) > 0:
+        while (wait_s := self._wait_s()) is not None:
             self._bell.acquire(timeout=wait_s)
         self._begun_s = time.monotonic()
         with self._guard:
@@ -238,6 +236,18 @@ class LedgerWriter:
                 self._writing.append(self._waiting.popleft())
             self._urgent = self._urgent and bool(self._waiting)
             return self._writing
+
+    def _wait_s(self) -> float | None:
+        """None when there is something to do. Else to the end of the interval under way, then until something comes (-1)."""
+        with self._guard:
+            left_s = self._interval_left_s()
+            if self._urgent or self._closing or (self._waiting and left_s <= 0):
+                return None
+        return left_s if left_s > 0 else -1
+
+    def _interval_left_s(self) -> float:
+        """Asked with the guard held: whoever puts something in later sees a later time."""
+        return self._begun_s + self._interval_s - time.monotonic()
 
     def _write(self, records: list[Record]) -> list[Outcome] | None:
         """Repeats the write, at growing intervals, until it is done or the owner gives up (None)."""
