@@ -1,6 +1,6 @@
 """Compiles `csrc/` into one shared library per instruction set: when the package is installed (hatch_build.py), or by hand:
 
-    python -m tokenmill_executor.cpu.build
+    python -m tokenmill_executor.cpu.build [a compiler's FLAG …]
 
 Standard library only, and no import of its own package: the build hook runs this file by its path. Both libraries are
 always made, so that a wheel serves processors with AVX512 (BF16, VNNI) and with AVX2.
@@ -61,6 +61,6 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        print(*build(), sep="\n")
+        print(*build(tuple(sys.argv[1:])), sep="\n")
     except BuildFailed as failure:
         sys.exit(f"The CPU kernels were not built: {failure}.")

@@ -39,6 +39,8 @@ def supports(
         return f"the kernels are made for blocks of {library.BLOCK_SIZE} positions, not {block_size}"
     if config.sandwich_norms or config.norm_offset or config.local_rope or config.activation != "silu":
         return f"they have not the norms, rotations and activation of {config.architecture}"
+    if config.attention_scale is not None or config.embedding_scale != 1:
+        return f"they scale neither scores nor embeddings as {config.architecture} does"
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"a head size of {config.head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
     if config.num_heads // config.num_kv_heads > MAX_GROUP_HEADS:

@@ -18,7 +18,7 @@ from tokenmill_executor.cpu.memory import HugeArena
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.cpu.support import supports
 from tokenmill_executor.model import load_runner
-from tokenmill_executor.model.config import ModelError
+from tokenmill_executor.model.config import ModelError, RopeConfig
 from tokenmill_executor.model.decoder import Decoder
 
 from tests.fakes.models import random_model
@@ -55,6 +55,12 @@ def test_quantised_weights_without_kernels_are_an_error(block_size: int, kv_cach
 @pytest.mark.parametrize(
     ("changes", "quantization", "reason"),
     [
+        ({"sandwich_norms": True}, None, "norms, rotations and activation"),
+        ({"norm_offset": 1.0}, None, "norms, rotations and activation"),
+        ({"local_rope": RopeConfig()}, None, "norms, rotations and activation"),
+        ({"activation": "gelu_pytorch_tanh"}, None, "norms, rotations and activation"),
+        ({"attention_scale": 0.1}, None, "scores"),
+        ({"embedding_scale": 2.0}, None, "embeddings"),
         ({"head_dim": 72}, None, "head size of 72"),
         ({"head_dim": 272}, None, "head size of 272"),
         ({"num_heads": 65, "num_kv_heads": 1}, None, "more than 64"),

@@ -144,7 +144,6 @@ void attention(Team& team, const Model& m, const Layer& layer, const Batch& b, c
 size_t attention_scratch_bytes(int threads);
 void merge_partials(Team& team, const Model& m, const AttentionItem* items, int num_items, const Partials& partials, bf16* out);
 
-
 size_t step_bytes(const Model& m, const Batch& b, int ahead);  // of workspace, for contexts that are so much longer
 void step(const Model& m, const Batch& b, void* workspace, float* logits);
 const char* check(const Model& m, const Batch& b, int ahead);  // null, or what is wrong, then or so many steps later

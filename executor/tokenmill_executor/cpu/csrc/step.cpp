@@ -175,7 +175,7 @@ void tm_step(const tokenmill::Model* m, const tokenmill::Batch* b, void* workspa
     tokenmill::step(*m, *b, workspace, logits);
 }
 
-// One matrix product, one norm and one attention by themselves, for the tests.
+// One matrix product by itself, for the tests.
 void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int store, float* floats, uint16_t* halves, int threads,
              void* workspace) {
     using namespace tokenmill;
