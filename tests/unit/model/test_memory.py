@@ -37,7 +37,9 @@ def test_a_container_s_limit_is_found(groups: str, files: dict[str, str], limits
     assert control_group_limits(tmp_path) == limits
 
 
-def test_the_default_is_a_quarter_of_the_memory_there_is() -> None:
-    assert control_group_limits(Path("/nowhere")) == []
+def test_the_default_is_a_quarter_of_the_memory_there_is(tmp_path: Path) -> None:
+    """Of the machine's, where no control group has a limit; and here, whatever limits there are."""
+    assert control_group_limits(tmp_path) == []
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert cpu_cache_bytes(tmp_path) == min(4 << 30, physical // 4)
     assert 0 < cpu_cache_bytes() <= min(4 << 30, physical // 4)
