@@ -18,7 +18,7 @@ from benchmarks.prediction import __main__ as prediction
 from benchmarks.prediction import measuring
 from benchmarks.speed import peers
 from benchmarks.speed.measure import measure
-from benchmarks.speed.peers.peer import PeerError, Send
+from benchmarks.speed.peers.peer import PeerError, Send, failure
 from benchmarks.speed.plot import draw
 from benchmarks.speed.table import table
 from benchmarks.speed.workloads import WORKLOADS, Measured, Run
@@ -95,3 +95,28 @@ def test_a_prediction_is_laid_beside_what_was_measured(monkeypatch: pytest.Monke
         line for line in prediction.table("simulated", recorded).splitlines() if line.startswith(("| burst", "| –", "| Poisson"))
     ]
     assert len(rows) == 2 * 5  # foretold, request by request, two runs, at their speed
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (
+            "  error: subprocess-exited-with-error\n\n  × Building wheel did not run\n"
+            "      CMake Error at CMakeLists.txt:2 (project):\n"
+            "        No CMAKE_CXX_COMPILER could be found.\n\n      error: command 'cmake' failed\nERROR: Failed building wheel",
+            "CMake Error at CMakeLists.txt:2 (project): No CMAKE_CXX_COMPILER could be found.",
+        ),
+        (
+            "  note: of no use\n  /src/a.cpp:3:10: fatal error: b.h: No such file\nERROR: Failed",
+            "/src/a.cpp:3:10: fatal error: b.h: No such file",
+        ),
+        (
+            "ERROR: Could not find a version\nERROR: No matching distribution found for x\n",
+            "ERROR: No matching distribution found for x",
+        ),
+        ("", "no reason given"),
+    ],
+    ids=["cmake", "compiler", "pip", "nothing"],
+)
+def test_a_server_that_cannot_be_built_says_why_in_one_line(told: str, reason: str) -> None:
+    assert failure(told) == reason

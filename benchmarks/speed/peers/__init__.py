@@ -23,7 +23,8 @@ PEERS: Mapping[str, Callable[[Path], Peer]] = {
     "vllm": Vllm,
     "openvino": lambda folder: OpenVino(folder, "F16"),
     "openvino-q8": lambda folder: OpenVino(folder, "Q8_0"),
-    "llama.cpp-q8": LlamaCpp,
+    "llama.cpp": lambda folder: LlamaCpp(folder, "BF16"),
+    "llama.cpp-q8": lambda folder: LlamaCpp(folder, "Q8_0"),
 }
 
 

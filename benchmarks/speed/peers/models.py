@@ -13,7 +13,11 @@ from tokenmill_executor.model.gguf_tokenizer import build_tokenizer
 
 from tests.fakes.models import smollm2_path, transformers_smollm2
 
-_FILE_TYPES = {"F16": gguf.LlamaFileType.MOSTLY_F16, "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+_FILE_TYPES = {
+    "F16": gguf.LlamaFileType.MOSTLY_F16,
+    "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+    "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}
 _REPLACED = {"general.architecture", "general.file_type"}
 
 
@@ -33,7 +37,7 @@ def hugging_face(folder: Path) -> Path:
 
 
 def requantized(folder: Path, kind: str) -> Path:
-    """A GGUF file whose matrices are `F16` or `Q8_0`."""
+    """A GGUF file whose matrices are `F16`, `BF16` or `Q8_0`."""
     target = folder / f"smollm2-{kind}.gguf"
     if target.exists():
         return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,8 @@ from benchmarks.speed.measure import bench
 from benchmarks.speed.workloads import Run, Workload
 
 VOCAB_SIZE = 49_152
-INSTALL_LIMIT_S = 1_800.0
+# To build llama.cpp takes two busy cores most of it.
+INSTALL_LIMIT_S = 3_600.0
 START_LIMIT_S = 600.0
 STOP_LIMIT_S = 30.0
 
@@ -55,24 +57,36 @@ class Peer(Protocol):
         ...
 
 
-def environment(folder: Path, requirement: str) -> Path:
-    """The `bin` folder of a virtual environment in `folder` that has the requirement."""
+def environment(folder: Path, requirement: str, **variables: str) -> Path:
+    """The `bin` folder of a virtual environment in `folder` that has the requirement, installed with these variables set."""
     place = folder / requirement
     done = place / ".installed"
     if not done.exists():
         python = place / "bin" / "python"
         if not python.exists():
             _run([sys.executable, "-m", "venv", str(place)])
-        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement])
+        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement], **variables)
         done.touch()
     return place / "bin"
 
 
-def _run(command: Sequence[str]) -> None:
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False)
+def _run(command: Sequence[str], **variables: str) -> None:
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False, env={**os.environ, **variables}
+    )
     if finished.returncode:
-        lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["no reason given"]
-        raise PeerError(f"`{' '.join(command[-2:])}` failed: {lines[-1]}")
+        raise PeerError(f"`{' '.join(command[-2:])}` failed: {failure(finished.stderr)}")
+
+
+def failure(told: str) -> str:
+    """The first error of a compiler or of its configuration, which pip repeats in the midst of much else; else pip's last word."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()] or ["no reason given"]
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if line.startswith("CMake Error"):
+            return f"{line} {following}".strip()
+        if re.search(r"(^|[: ])(fatal )?error: (?!subprocess-exited)", line):
+            return line
+    return lines[-1]
 
 
 @contextmanager
