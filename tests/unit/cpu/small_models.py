@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def oracle(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> Decoder:
     return decoder
 
 
-def cpu_model(config: ModelConfig, tensors: dict[str, torch.Tensor], **settings: Any) -> CpuModel:
+def cpu_model(config: ModelConfig, tensors: Mapping[str, torch.Tensor], **settings: Any) -> CpuModel:
     model = CpuModel(config, tensors, max_model_len=MAX_MODEL_LEN, threads=2, **settings)
     model.allocate(NUM_BLOCKS, library.BLOCK_SIZE)
     return model

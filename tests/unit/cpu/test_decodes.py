@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -103,9 +104,12 @@ def test_tokens_are_those_of_single_steps(
     bench = _bench(instruction_set, options, windows=windows)
     expected = bench.one_by_one(STEPS)
     assert len({token for step in expected for token in step}) > STEPS, "what is drawn has to vary"
+    begin_s = time.perf_counter()
     outputs = CpuDecodes(bench.model, bench.kernels).steps(bench.batch(), STEPS, Interrupt())
+    elapsed_s = time.perf_counter() - begin_s
     assert [output.token_ids for output in outputs] == expected
     assert all(not output.errors and output.forward_s > 0 and output.sample_s > 0 for output in outputs)
+    assert sum(output.forward_s + output.sample_s for output in outputs) <= elapsed_s, "each has its own share of the time"
 
 
 def test_it_ends_with_the_step_that_ends_a_sequence() -> None:
