@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenmill_executor.attention.layout import cache_layout
+from tokenmill_executor.cpu import library
 from tokenmill_executor.cpu.decodes import CpuDecodes
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.interrupt import Interrupt
@@ -160,6 +161,19 @@ def test_what_would_reach_beyond_the_table_or_the_longest_context_in_a_later_ste
     assert len(decodes.steps(batch, 4, Interrupt())) == 4
     with pytest.raises(ValueError, match="longest context"):
         decodes.steps(batch, 5, Interrupt())
+
+
+def test_the_memory_asked_for_is_enough_for_the_last_of_the_steps() -> None:
+    """In which a context has grown into a second split."""
+    bench = _bench()
+
+    def needed(ahead: int) -> int:
+        return int(bench.model._library.tm_workspace_bytes(bench.model._record, library.batch_record(bench.batch()), ahead))
+
+    at_first, asked_for = needed(0), needed(STEPS - 1)
+    for tokens in bench.tokens:
+        tokens += [0] * (STEPS - 1)
+    assert at_first < needed(0) <= asked_for
 
 
 def test_chunks_are_refused() -> None:
