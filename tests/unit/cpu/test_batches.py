@@ -62,3 +62,11 @@ def test_arrays_that_do_not_belong_together_are_refused(field: str, index: Any, 
     setattr(batch, field, getattr(batch, field)[index])
     with pytest.raises(ValueError, match=message):
         model.forward(batch)
+
+
+def test_a_batch_without_the_blocks_of_some_layers_is_refused() -> None:
+    config = small_config(windows=(None, 20))
+    model = cpu_model(config, random_tensors(config))
+    batch = make_batch([(random_tokens(config, 3, 1), 3, scattered_tables(1, 40)[0])], groups=1)
+    with pytest.raises(ValueError, match="lacks a group"):
+        model.forward(batch)
