@@ -217,6 +217,10 @@ async def test_c58_c60_a_stop_string_cuts_text_and_tokens(executor: ServiceProce
         assert stored.request.usage.output_tokens == cut + 3
         again = await Stream(next_index=cut).read(caller.attach("stopped", cut))
         assert again.tokens == stream.tokens[cut:]
+        # The token that completes it may, or may not, be one of the least that there are to be.
+        assert (await caller.run(spec(prompt, 200, stop=[stop], min_tokens=cut + 2))).text == text[:cut]
+        assert text.count(stop) == 1
+        assert (await caller.run(spec(prompt, 200, stop=[stop], min_tokens=cut + 3))).text == text
 
 
 async def test_c64_a_slow_reader_slows_nobody_and_misses_nothing(executor: ServiceProcess) -> None:

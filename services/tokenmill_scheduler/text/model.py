@@ -54,14 +54,20 @@ class TextModel:
         return list(encoding.ids)
 
     def stream(
-        self, prompt: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False, stop_token_ids: Iterable[int] = ()
+        self,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        stop_token_ids: Iterable[int] = (),
+        min_tokens: int = 0,
     ) -> TextStream:
-        """The text of an output that follows `prompt`. Tokens of `stop_token_ids` show no text."""
-        return TextStream(self._pieces, prompt, stop, include_stop, stop_token_ids)
+        """The text of an output that follows `prompt`; see `TextStream`."""
+        return TextStream(self._pieces, prompt, stop, include_stop, stop_token_ids, min_tokens)
 
     def stream_of(self, request: Request) -> TextStream:
         """The one stream that belongs to a request: who judges stop strings and who writes to clients must see the same text."""
-        return self.stream(request.prompt, request.stop, request.include_stop, request.sampling.stop_token_ids)
+        sampling = request.sampling
+        return self.stream(request.prompt, request.stop, request.include_stop, sampling.stop_token_ids, sampling.min_tokens)
 
     @cached_property
     def longest_token(self) -> int:

@@ -30,8 +30,11 @@ class StopMatcher:
         self._held = ""
         self.stopped = False
 
-    def feed(self, text: str) -> str:
-        """The text that can be given out now that `text` came; sets `stopped` when a stop string is complete."""
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """The text that can be given out now that `text` came; sets `stopped` when a stop string is complete.
+
+        Unless it `may_stop`, one that this text completes is passed over; one that has only begun may be completed by a later one.
+        """
         if self.stopped:
             return ""
         # Nearly every text is of this kind: no stop string has begun before it, and none begins in it.
@@ -39,8 +42,10 @@ class StopMatcher:
             return text
         for index, character in enumerate(text, 1):
             complete = [stop for stop in self._stops if stop.step(character)]
-            if complete:
+            if complete and may_stop:
                 return self._stop(self._held + text[:index], complete[0])
+            for stop in complete:
+                stop.pass_over()
         return self._hold(self._held + text)
 
     def finish(self) -> str:
@@ -69,12 +74,16 @@ class _Stop:
         self._fallbacks = _fallbacks(text)
 
     def step(self, character: str) -> bool:
-        """Whether the stop string is complete with this character; it then takes no more."""
+        """Whether the stop string is complete with this character; it then takes no more until it is passed over."""
         matched = self.matched
         while matched and self.text[matched] != character:
             matched = self._fallbacks[matched]
         self.matched = matched + (self.text[matched] == character)
         return self.matched == len(self.text)
+
+    def pass_over(self) -> None:
+        """It is complete, and may be so again with what comes, its own end being the next one's start."""
+        self.matched = self._fallbacks[self.matched]
 
 
 @lru_cache(maxsize=1_024)

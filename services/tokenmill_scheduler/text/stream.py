@@ -52,14 +52,16 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         stop_token_ids: Iterable[int] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """`stop_token_ids` show no text."""
+        """`stop_token_ids` show no text; none of the first `min_tokens` tokens completes a stop string."""
         self._pieces = pieces
         self._hidden = frozenset(stop_token_ids)
         self._decoder = _utf8("replace")
         self._at_start = self._read_context(prompt)
         self._in_prompt_character = bool(self._decoder.getstate()[0])
         self._matcher = StopMatcher(stop, include_stop) if stop else None
+        self._unstoppable = min_tokens
 
     def feed(self, token_ids: Sequence[int]) -> TextStep:
         """The text that `token_ids` complete. After a stop every token is beyond the end: no text, `stopped_after` 0."""
@@ -79,9 +81,10 @@ class TextStream:
     def _feed_matcher(self, matcher: StopMatcher, token_ids: Sequence[int]) -> TextStep:
         texts = []
         for count, token_id in enumerate(token_ids, 1):
-            texts.append(matcher.feed(self._decode((token_id,))))
+            texts.append(matcher.feed(self._decode((token_id,)), may_stop=count > self._unstoppable))
             if matcher.stopped:
                 return TextStep("".join(texts), stopped_after=count)
+        self._unstoppable -= min(self._unstoppable, len(token_ids))
         return TextStep("".join(texts))
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -13,9 +13,10 @@ parts = st.lists(st.text("abAé你", max_size=5), max_size=12)
 stop_lists = st.lists(st.text("abAé你", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def cut(text: str, stops: list[str], include: bool) -> str | None:
-    """`text` cut at the first stop string to be complete, the longest of several; None if none is in it."""
-    for end in range(1, len(text) + 1):
+def cut(text: str, stops: list[str], include: bool, after: int = 0) -> str | None:
+    """`text` cut at the first stop string to be complete behind the first `after` characters, the longest of several; None if none
+    is in it."""
+    for end in range(after + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             return text[:end] if include else text[: end - max(map(len, complete))]
@@ -46,6 +47,41 @@ def test_matcher_equals_the_oracle_after_every_part(texts: list[str], stops: lis
             return
         assert given_out == shown(seen, stops)
     assert given_out + matcher.finish() == seen
+
+
+@settings(deadline=None)
+@given(parts, stop_lists, st.booleans(), st.integers(0, 6))
+@example(["ab", "ab"], ["ab"], False, 1)
+@example(["aa", "a"], ["aa"], False, 1)
+@example(["abA", "b"], ["Ab", "abA"], False, 1)
+def test_parts_that_may_not_stop_are_passed_over(texts: list[str], stops: list[str], include: bool, passed: int) -> None:
+    """What begins in them may be complete behind them."""
+    matcher = StopMatcher(stops, include)
+    after = len("".join(texts[:passed]))
+    seen = given_out = ""
+    for number, text in enumerate(texts):
+        seen += text
+        given_out += matcher.feed(text, may_stop=number >= passed)
+        stopped_text = cut(seen, stops, include, after)
+        assert matcher.stopped == (stopped_text is not None)
+        if stopped_text is not None:
+            assert given_out == stopped_text
+            return
+        assert given_out == shown(seen, stops)
+    assert given_out + matcher.finish() == seen
+
+
+def test_none_of_the_first_tokens_completes_a_stop_string() -> None:
+    """However the tokens come, one after another or at once."""
+    tokenizer = byte_level_tokenizer()
+    the = tokenizer.encode("the", add_special_tokens=False).ids
+    for min_tokens in range(len(the), 2 * len(the)):
+        for pieces in ([*the, *the, *the],), [[token] for token in the * 3], [the, the, the]:
+            stream = byte_level_model().stream([], ["e"], min_tokens=min_tokens)
+            steps = [stream.feed(piece) for piece in pieces]
+            assert "".join(step.text for step in steps) == "theth"
+            before = sum(map(len, pieces[: next(i for i, step in enumerate(steps) if step.stopped_after is not None)]))
+            assert before + next(step.stopped_after for step in steps if step.stopped_after is not None) == 2 * len(the)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "ab###")])

@@ -181,7 +181,7 @@ class SamplingParams(_message.Message):
     prompt.
     """
     min_tokens: _builtins.int
-    """EOS and stop tokens are masked until this many tokens are out. Default 0."""
+    """EOS and stop tokens are masked until this many tokens are out, and none of these completes a stop string. Default 0."""
     include_stop_str_in_output: _builtins.bool
     """Shows the stop string in the text. Default false."""
     ignore_eos: _builtins.bool
