@@ -31,7 +31,9 @@ def foretold(prompt: Sequence[int], count: int, seed: int = 1) -> list[int]:
 
 
 def spec(prompt: Sequence[int], max_tokens: int, request_id: str = "", seed: int = 1, **changes: Any) -> pb.RequestSpec:
-    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, stop=changes.pop("stop", ()))
+    sampling = SamplingParams(
+        max_tokens=max_tokens, seed=seed, stop=changes.pop("stop", ()), min_tokens=changes.pop("min_tokens", None)
+    )
     form = pb.Prompt(token_ids=pb.TokenIds(ids=prompt))
     return pb.RequestSpec(request_id=request_id, prompt=form, sampling=sampling, **changes)
 
