@@ -79,6 +79,9 @@ class Feed:
     def changed(self) -> asyncio.Future[None]:
         """Done at the next change: a reader looks before it waits, so it misses nothing."""
         waiter = asyncio.get_running_loop().create_future()
+        if self._waiters:
+            # Of those that have gone: where nothing changes for long, others may come and go without end.
+            self._waiters = [other for other in self._waiters if not other.cancelled()]
         self._waiters.append(waiter)
         return waiter
 

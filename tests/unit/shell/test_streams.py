@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import pytest
 from tokenmill_scheduler.core.plans import TokenLogprobs
@@ -116,3 +117,15 @@ async def test_leaving_is_told_once_also_before_the_first_item() -> None:
     await reader.aclose()
     assert left == [0]
     assert [item async for item in reader] == []
+
+
+async def test_a_reader_that_has_gone_is_forgotten_when_the_next_one_waits() -> None:
+    """A request may wait for hours, and clients look in again and again."""
+    feed = Feed()
+    waiter = feed.changed()
+    gone = weakref.ref(waiter)
+    waiter.cancel()
+    del waiter
+    feed.changed()
+    assert gone() is None
+    assert feed.waiting == 1
