@@ -9,7 +9,6 @@ Must not know: what a block holds, why it is moved.
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tokenmill_executor.model.memory import physical_bytes
 from tokenmill_executor.runner import DeviceLost
 from tokenmill_executor.upload import integers
 
@@ -110,7 +110,7 @@ def _slots_of_piece(num_slots: int, size_bytes: int, device: torch.device) -> in
     """How many slots to allocate at once. Raises MemoryError before it pins all that the machine has."""
     if device.type != "cuda":
         return num_slots
-    if num_slots * size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if num_slots * size_bytes > physical_bytes():
         raise MemoryError(f"{num_slots * size_bytes} bytes of host memory are more than the machine has")
     return max(1, _PIECE_BYTES // size_bytes)
 

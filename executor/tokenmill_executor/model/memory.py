@@ -20,10 +20,14 @@ _MOST_CPU_BYTES = 4 << 30
 _TRIAL_BLOCK_SIZE = 16
 
 
+def physical_bytes() -> int:
+    """That the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def cpu_cache_bytes(root: Path = Path("/")) -> int:
     """Without a setting: a quarter of the memory that the machine has or the container may use, at most 4 GiB."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_MOST_CPU_BYTES, min([physical, *control_group_limits(root)]) // 4)
+    return min(_MOST_CPU_BYTES, min([physical_bytes(), *control_group_limits(root)]) // 4)
 
 
 def control_group_limits(root: Path = Path("/")) -> list[int]:
