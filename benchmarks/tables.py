@@ -1,7 +1,9 @@
-"""Where tables are kept, by the day on which they were measured. Must not know: what is in them."""
+"""Where tables are kept, by the day on which they were measured, and of what code. Must not know: what is in them."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +12,15 @@ _RESULTS = Path(__file__).parent / "results"
 
 def today() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def commit() -> str:
+    """Of the working tree, or what COMMIT says where there is no repository."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:  # no git either
+        return os.environ.get("COMMIT", "unknown")
+    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 def table_path(name: str) -> Path:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from benchmarks.gpu.report import Report
+from benchmarks.tables import commit
 
 if TYPE_CHECKING:
     import torch
@@ -99,15 +100,6 @@ def begin(arguments: argparse.Namespace, device: torch.device) -> Report:
         report.resume()
     print(f"# {report.title}\n", flush=True)
     return report
-
-
-def commit() -> str:
-    """Of the working tree, or what COMMIT says where there is no repository."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    except OSError:  # no git either
-        return os.environ.get("COMMIT", "unknown")
-    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 def speed(report: Report, scale: Scale, device: torch.device) -> None:

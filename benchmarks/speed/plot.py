@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.speed.peers import PeerMeasured
-from benchmarks.speed.workloads import Measured, Run, Workload
+from benchmarks.speed.table import in_words, tokens_per_s
+from benchmarks.speed.workloads import Measured, Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,28 +32,19 @@ def draw(title: str, measured: Sequence[Measured], peers: Sequence[PeerMeasured]
     figure = Figure(figsize=(1.4 + _PANEL_IN * len(workloads), 0.9 + _BAR_IN * names), layout="constrained")
     panels: list[Axes] = list(figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0])
     for panel, workload in zip(panels, workloads.values(), strict=True):
-        _draw_panel(panel, workload, _medians(workload.name, measured, peers))
+        _draw_panel(panel, workload, tokens_per_s(workload.name, measured, peers))
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, metadata={"Date": None})
 
 
-def _draw_panel(panel: Axes, workload: Workload, medians: Mapping[str, float]) -> None:
+def _draw_panel(panel: Axes, workload: Workload, medians: Mapping[str, float | None]) -> None:
     ours = [name.startswith("tokenmill") for name in medians]
-    bars = panel.barh(list(medians), list(medians.values()), color=[_OURS if own else _THEIRS for own in ours])
-    panel.bar_label(bars, [f"{value:,.0f}" if value else "–" for value in medians.values()], padding=3)
+    lengths = [value or 0.0 for value in medians.values()]
+    bars = panel.barh(list(medians), lengths, color=[_OURS if own else _THEIRS for own in ours])
+    panel.bar_label(bars, list(map(in_words, medians.values())), padding=3)
     panel.set_title(f"{workload.name} {workload.fixed}", fontsize=9)
     panel.set_xlabel("all tokens/s" if workload.total else "output tokens/s")
     panel.set_xticks([])
-    panel.set_xlim(0, 1.3 * max(medians.values()))
+    panel.set_xlim(0, 1.3 * max(lengths))
     panel.spines[["top", "right", "bottom"]].set_visible(False)
     panel.invert_yaxis()
-
-
-def _medians(workload: str, measured: Sequence[Measured], peers: Sequence[PeerMeasured]) -> dict[str, float]:
-    """By server and precision; 0 for one that could not run."""
-    ours = {f"tokenmill {one.precision}": _median(one.service) for one in measured if one.workload.name == workload}
-    return ours | {peer.name: _median(peer.runs.get(workload, ())) for peer in peers}
-
-
-def _median(runs: Sequence[Run]) -> float:
-    return median(run.tokens_per_s for run in runs) if runs else 0.0

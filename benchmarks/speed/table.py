@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from benchmarks.speed.peers import PeerMeasured
 from benchmarks.speed.workloads import Measured, Run
-from benchmarks.tables import today
+from benchmarks.tables import commit, today
 
 
 def table(model: str, repeat: int, length_scale: float, measured: Sequence[Measured], peers: Sequence[PeerMeasured]) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     scale = "" if length_scale == 1.0 else f" All lengths times {length_scale:g}: the bars do not count."
     lines = [
         f"# Speed, {model}, {today()}",
         "",
-        f"`python -m benchmarks.speed` at {commit}, medians of {repeat}; {os.cpu_count()} cores ({platform.machine()}), Python "
+        f"`python -m benchmarks.speed` at {commit()}, medians of {repeat}; {os.cpu_count()} cores ({platform.machine()}), Python "
         f"{platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Through gRPC, the client included. Tokens/s are "
         f"output tokens, for W3 and W4 all tokens.{scale}",
     ]
@@ -28,6 +26,19 @@ def table(model: str, repeat: int, length_scale: float, measured: Sequence[Measu
     if peers:
         lines += ["", *_peers(measured, peers)]
     return "\n".join([*lines, ""])
+
+
+def tokens_per_s(workload: str, measured: Sequence[Measured], peers: Sequence[PeerMeasured]) -> dict[str, float | None]:
+    """Medians by server and precision, ours first; None for one that could not run."""
+    runs: Mapping[str, Sequence[Run]] = {
+        **{f"tokenmill {one.precision}": one.service for one in measured if one.workload.name == workload},
+        **{peer.name: peer.runs.get(workload, ()) for peer in peers},
+    }
+    return {server: _median(some, lambda run: run.tokens_per_s) if some else None for server, some in runs.items()}
+
+
+def in_words(tokens_per_s: float | None) -> str:
+    return "–" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
 
 
 def _precision(precision: str, measured: Sequence[Measured]) -> list[str]:
@@ -71,25 +82,18 @@ def _cpu_row(one: Measured) -> str:
 
 
 def _peers(measured: Sequence[Measured], peers: Sequence[PeerMeasured]) -> list[str]:
-    precisions = list(dict.fromkeys(one.precision for one in measured))
-    columns = [*(f"tokenmill {precision}" for precision in precisions), *(peer.name for peer in peers), "best seen before"]
+    workloads = {one.workload.name: one.workload for one in measured}
+    rows = {name: tokens_per_s(name, measured, peers) for name in workloads}
     lines = [
         "## Beside peers",
         "",
         "The same prompts and counts on the same machine and day; tokens/s.",
         "",
-        *_head("", *columns),
+        *_head("", *next(iter(rows.values())), "best seen before"),
     ]
-    for workload in dict.fromkeys(one.workload.name for one in measured):
-        ours = [one for one in measured if one.workload.name == workload]
-        cells = [f"{_median(one.service, lambda run: run.tokens_per_s):,.0f}" for one in ours]
-        cells += [_tokens_per_s(peer.runs.get(workload, [])) for peer in peers]
-        lines.append(f"| {workload} | {' | '.join([*cells, ours[0].workload.best_seen])} |")
+    for name, row in rows.items():
+        lines.append(f"| {name} | {' | '.join([*map(in_words, row.values()), workloads[name].best_seen])} |")
     return [*lines, "", *(f"- {peer.name}: {peer.how}" for peer in peers)]
-
-
-def _tokens_per_s(runs: Sequence[Run]) -> str:
-    return f"{_median(runs, lambda run: run.tokens_per_s):,.0f}" if runs else "–"
 
 
 def _median(runs: Sequence[Run], figure: Callable[[Run], float]) -> float:
