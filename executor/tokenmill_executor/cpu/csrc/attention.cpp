@@ -13,7 +13,8 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kRegisterRows = 6;   // rows of a register tile; up to 8 when that is all there are
+constexpr int kRegisterRows = 6;   // rows of a register tile
+constexpr int kAloneRows = kAccumulators < 8 ? kRegisterRows : 8;  // of one when these are all that there are
 constexpr int kSplitKeys = 256;    // about as many keys a split
 constexpr float kLowest = -1e30f;  // finite, so that differences of it are numbers
 
@@ -106,7 +107,7 @@ void gather_queries(const Head& h, const bf16* q, Scratch& s) {
     for (int token = 0, row = 0; token < h.item.tokens; token++)
         for (int head = 0; head < h.group; head++, row++) {
             const int64_t from = (int64_t(h.item.first_token + token) * h.m.heads + h.kv_head * h.group + head) * head_dim;
-            std::memcpy(s.q + row * head_dim, q + from, head_dim * sizeof(bf16));
+            copy_factors(q + from, head_dim, s.q + row * head_dim);
             std::memset(s.out + row * head_dim, 0, head_dim * sizeof(float));
             s.top[row] = kLowest;
             store(s.totals + row * kLanes, zeros());
@@ -139,8 +140,8 @@ void visit_keys(const Head& h, const Head& next, int begin_key, int end_key, int
         t.end = end_key;
         point_at_blocks(h, next, block, end_block, t);
         const RowTiles<Cache> tiles{h, t, s};
-        if (rows <= 8)
-            run_tile<8>(tiles, rows, 0);
+        if (rows <= kAloneRows)
+            run_tile<kAloneRows>(tiles, rows, 0);
         else
             for_row_tiles<kRegisterRows>(tiles, 0, rows);
     }

@@ -122,10 +122,9 @@ void prefetch_head(const Model& m, int slot, int head, const Layer& layer) {
 
 void norm_rows(Team& team, const Model& m, const float* from, int rows, const float* weight, const Matrix& next,
                const Activations& to) {
-    team.each(rows, [&m, from, weight, quantized = next.kind != kBf16, to](int row, int) {
-        bf16* const values = to.values + int64_t(row) * m.hidden;
-        norm_row(from + int64_t(row) * m.hidden, weight, m.hidden, m.norm_eps, values);
-        if (quantized) quantize_row(values, m.hidden, row, to);
+    team.each(rows, [&m, from, weight, &next, to](int row, int) {
+        norm_row(from + int64_t(row) * m.hidden, weight, m.hidden, m.norm_eps, to.values + int64_t(row) * m.hidden);
+        prepare_row(next, row, to);
     });
 }
 

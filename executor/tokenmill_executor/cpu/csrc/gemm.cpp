@@ -64,8 +64,13 @@ TM_INLINE void finish_row(const Matrix& w, const Output& out, int row, int panel
         store_floats(out.floats + row * out.stride + first, x, columns, out.store == Store::kAdd);
 }
 
-struct Bf16Panel {
-    static constexpr int kMaxRows = 8;
+// Vectors of a panel that a tile of so many rows takes at once.
+constexpr int strip_vectors(int rows) { return rows * kVectors <= kAccumulators ? kVectors : 1; }
+
+// What the kinds of panels share: a tile's rows times the panel, a strip of columns after the other. A kind's `strip` fills in R rows
+// of C vectors of results from vector `first`.
+template <typename Kind>
+struct Panel {
     const Matrix& w;
     const Activations& in;
     const Output& out;
@@ -73,160 +78,145 @@ struct Bf16Panel {
     int panel;
     int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
 
-    static int64_t bytes(const Matrix& w) { return int64_t(w.depth) * kPanel * sizeof(bf16); }
-
     template <int R>
     void run(int row) {
         prefetch_outputs(out, R, row, panel);
-        const int pairs = w.depth / 2;
-        const Pair* a = (const Pair*)in.values + int64_t(row) * pairs;
-        const Pair* b = (const Pair*)w.data + int64_t(panel) * pairs * kPanel;
-        Tile<R, kVectors> t;
-        Tile<R, kVectors>::clear(t);
-        for (int k = 0; k < pairs; k++, b += kPanel) {
-            const Ints columns[kVectors] = {load_ints(b), load_ints(b + 16), load_ints(b + 32)};
-            fetch(b, ahead);
-            tile_step(t, a + k, pairs, columns);
+        constexpr int C = strip_vectors(R);
+        Floats found[R][kVectors];
+        for (int first = 0; first < kVectors; first += C) {
+            Floats strip[R][C];
+            clear(strip);
+            Kind::template strip<R, C>(*this, row, first, strip);
+            TM_EACH(r, R)
+                TM_EACH(c, C) found[r][first + c] = strip[r][c];
         }
         if (!gate.pass()) return;
-        TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
+        TM_EACH(r, R) finish_row(w, out, row + r, panel, found[r]);
         ahead += kFetches * kLine;
     }
 };
 
-struct Int8Panel {
-    static constexpr int kMaxRows = 5;
-    const Matrix& w;
-    const Activations& in;
-    const Output& out;
-    const Gate& gate;
-    int panel;
-    int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
+template <int C, typename T>
+TM_INLINE void load_columns(const T* from, Ints (&columns)[C]) {
+    TM_EACH(c, C) columns[c] = load_ints(from + c * kLanes);
+}
 
+struct Bf16 {
+    static constexpr int kMaxRows = 8 * 3 <= kAccumulators ? 8 : 6;
+    static int64_t bytes(const Matrix& w) { return int64_t(w.depth) * kPanel * sizeof(bf16); }
+
+    template <int R, int C>
+    TM_INLINE void strip(const Panel<Bf16>& p, int row, int first, Floats (&sums)[R][C]) {
+        const int depth = p.w.depth;
+        const Factor* a = factors_of(p.in) + int64_t(row) * depth;
+        const Pair* b = (const Pair*)p.w.data + int64_t(p.panel) * (depth / 2) * kPanel + first * kLanes;
+        for (int k = 0; k < depth; k += 2, b += kPanel) {
+            Ints columns[C];
+            load_columns(b, columns);
+            fetch(b, p.ahead);
+            pair_step(sums, a + k, depth, columns);
+        }
+    }
+
+    TM_INLINE const Factor* factors_of(const Activations& in) {
+        return kBf16IsFactor ? (const Factor*)in.values : (const Factor*)in.factors;
+    }
+};
+
+struct Int8 {
+    static constexpr int kMaxRows = 5;
     static int64_t bytes(const Matrix& w) { return int64_t(w.depth) * kPanel; }
 
-    template <int R>
-    void run(int row) {
-        prefetch_outputs(out, R, row, panel);
-        const int quads = w.depth / 4, groups = w.depth / kGroup;
-        const Quad* a = (const Quad*)in.quantized + int64_t(row) * quads;
-        const Quad* b = (const Quad*)w.data + int64_t(panel) * quads * kPanel;
-        const float* scales = in.scales + int64_t(row) * groups;
-        const int32_t* halves = in.sums + int64_t(row) * groups * 2;
-        Tile<R, kVectors> t;
-        Tile<R, kVectors>::clear(t);
-        for (int g = 0; g < groups; g++, a += kGroup / 4, b += kGroup / 4 * kPanel) {
-            Ints sums[R][kVectors];
+    template <int R, int C>
+    TM_INLINE void strip(const Panel<Int8>& p, int row, int first, Floats (&t)[R][C]) {
+        const int depth = p.w.depth, groups = depth / kGroup;
+        const QuadFactor* a = (const QuadFactor*)p.in.factors + int64_t(row) * depth;
+        const Quad* b = (const Quad*)p.w.data + int64_t(p.panel) * (depth / 4) * kPanel + first * kLanes;
+        const float* scales = p.in.scales + int64_t(row) * groups;
+        const int32_t* halves = p.in.sums + int64_t(row) * groups * 2;
+        for (int g = 0; g < groups; g++, a += kGroup, b += kGroup / 4 * kPanel) {
+            Ints sums[R][C];
             TM_EACH(r, R) {
                 const int32_t* const half = halves + 2 * (r * groups + g);
-                TM_EACH(c, kVectors) sums[r][c] = splat_int(uint32_t(-128 * (half[0] + half[1])));
+                TM_EACH(c, C) sums[r][c] = splat_int(uint32_t(-128 * (half[0] + half[1])));
             }
             _Pragma("GCC unroll 2") for (int k = 0; k < kGroup / 4; k++) {
-                const Quad* bk = b + k * kPanel;
-                const Ints columns[kVectors] = {load_ints(bk), load_ints(bk + 16), load_ints(bk + 32)};
-                fetch(bk, ahead);
-                TM_EACH(r, R) {
-                    const Ints broadcast = splat_int(a[r * quads + k]);
-                    TM_EACH(c, kVectors) sums[r][c] = dot_quads(sums[r][c], columns[c], broadcast);
-                }
+                Ints columns[C];
+                load_columns(b + k * kPanel, columns);
+                fetch(b + k * kPanel, p.ahead);
+                quad_step_unsigned(sums, a + 4 * k, depth, columns);
             }
             TM_EACH(r, R) {
                 const Floats scale = splat(scales[r * groups + g]);
-                TM_EACH(c, kVectors) t.at[r][c] = fma(to_floats(sums[r][c]), scale, t.at[r][c]);
+                TM_EACH(c, C) t[r][c] = fma(to_floats(sums[r][c]), scale, t[r][c]);
             }
         }
-        if (!gate.pass()) return;
-        TM_EACH(r, R) {
-            TM_EACH(c, kVectors) t.at[r][c] = mul(t.at[r][c], load(w.scales + panel * kPanel + c * kLanes));
-            finish_row(w, out, row + r, panel, t.at[r]);
-        }
-        ahead += kFetches * kLine;
+        const float* const columns = p.w.scales + p.panel * kPanel + first * kLanes;
+        TM_EACH(r, R)
+            TM_EACH(c, C) t[r][c] = mul(t[r][c], load(columns + c * kLanes));
     }
 };
 
-struct Int4Panel {
+struct Int4 {
     static constexpr int kMaxRows = 4;
-    const Matrix& w;
-    const Activations& in;
-    const Output& out;
-    const Gate& gate;
-    int panel;
-    int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
-
     static int64_t bytes(const Matrix& w) { return w.depth / kInt4Group * int64_t(sizeof(Int4Group)); }
 
-    template <int R>
-    void run(int row) {
-        prefetch_outputs(out, R, row, panel);
-        const int quads = w.depth / 4, groups = w.depth / kInt4Group;
-        const Quad* a = (const Quad*)in.quantized + int64_t(row) * quads;
-        const Int4Group* group = (const Int4Group*)w.data + int64_t(panel) * groups;
-        const float* scales = in.scales + int64_t(row) * (groups / 2);
-        const int32_t* halves = in.sums + int64_t(row) * groups;
-        Tile<R, kVectors> t;
-        Tile<R, kVectors>::clear(t);
+    template <int R, int C>
+    TM_INLINE void strip(const Panel<Int4>& p, int row, int first, Floats (&t)[R][C]) {
+        const int quads = p.w.depth / 4, groups = p.w.depth / kInt4Group, column = first * kLanes;
+        const Quad* a = (const Quad*)p.in.factors + int64_t(row) * quads;
+        const Int4Group* group = (const Int4Group*)p.w.data + int64_t(p.panel) * groups;
+        const float* scales = p.in.scales + int64_t(row) * (groups / 2);
+        const int32_t* halves = p.in.sums + int64_t(row) * groups;
         for (int g = 0; g < groups; g++, a += kInt4Group / 4, group++) {
-            Ints sums[R][kVectors];
-            TM_EACH(r, R)
-                TM_EACH(c, kVectors) sums[r][c] = splat_int(0);
+            Ints sums[R][C];
+            fill(sums, 0);
             TM_EACH(k, 4) {
-                fetch(group->codes[k], ahead);
-                const Ints codes[kVectors] = {load_ints(group->codes[k]), load_ints(group->codes[k] + 16), load_ints(group->codes[k] + 32)};
+                Ints codes[C];
+                load_columns(group->codes[k] + column, codes);
+                fetch(group->codes[k], p.ahead);
                 TM_EACH(r, R) {
                     const Ints shallow = splat_int(a[r * quads + k]), deep = splat_int(a[r * quads + k + 4]);
-                    TM_EACH(c, kVectors) {
-                        sums[r][c] = dot_quads(sums[r][c], low_nibbles(codes[c]), shallow);
-                        sums[r][c] = dot_quads(sums[r][c], high_nibbles(codes[c]), deep);
+                    TM_EACH(c, C) {
+                        sums[r][c] = add_nibbles(sums[r][c], low_nibbles(codes[c]), shallow);
+                        sums[r][c] = add_nibbles(sums[r][c], high_nibbles(codes[c]), deep);
                     }
                 }
             }
             TM_EACH(r, R) {
                 const float scale = scales[r * (groups / 2) + g / 2];
                 const Floats factor = splat(scale), total = splat(scale * float(halves[r * groups + g]));
-                TM_EACH(c, kVectors) {
-                    t.at[r][c] = fma(load_half_precision(group->minima + c * kLanes), total, t.at[r][c]);
-                    t.at[r][c] = fma(mul(load_half_precision(group->scales + c * kLanes), factor), to_floats(sums[r][c]), t.at[r][c]);
+                TM_EACH(c, C) {
+                    const int at = column + c * kLanes;
+                    t[r][c] = fma(load_half_precision(group->minima + at), total, t[r][c]);
+                    t[r][c] = fma(mul(load_half_precision(group->scales + at), factor), to_floats(sum_nibbles(sums[r][c])), t[r][c]);
                 }
             }
         }
-        if (!gate.pass()) return;
-        TM_EACH(r, R) finish_row(w, out, row + r, panel, t.at[r]);
-        ahead += kFetches * kLine;
     }
 };
 
 // A task is a tile; those of a panel and a stretch of rows are neighbours, mostly of one thread.
-template <typename Panel>
+template <typename Kind>
 void multiply(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
     const int panels = (w.columns + kPanel - 1) / kPanel;
     const Split stretches(rows, kRowsAtOnce);
     // Of the longest stretch; where one has a row less, its last tile has.
-    const Split tiles(stretches.begin(1), Panel::kMaxRows);
+    const Split tiles(stretches.begin(1), Kind::kMaxRows);
     team.each_restartable(panels * stretches.parts * tiles.parts, [&w, in, out, panels, stretches, tiles](int task, int, const Gate& gate) {
         const int tile = task % tiles.parts, panel = task / tiles.parts % panels, stretch = task / tiles.parts / panels;
         const int first = stretches.begin(stretch), end = stretches.begin(stretch + 1);
         const int row = first + tiles.begin(tile);
-        const int64_t ahead = tiles.parts > 1 ? Panel::bytes(w) + tile * kFetches * kLine : kAhead;
-        Panel all{w, in, out, gate, panel, ahead};
-        run_tile<Panel::kMaxRows>(all, std::min(end, first + tiles.begin(tile + 1)) - row, row);
+        const int64_t ahead = tiles.parts > 1 ? Kind::bytes(w) + tile * kFetches * kLine : kAhead;
+        Panel<Kind> all{w, in, out, gate, panel, ahead};
+        run_tile<Kind::kMaxRows>(all, std::min(end, first + tiles.begin(tile + 1)) - row, row);
     });
 }
 
-}  // namespace
-
-void gemm(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
-    if (w.kind == kInt8)
-        multiply<Int8Panel>(team, w, in, rows, out);
-    else if (w.kind == kInt4)
-        multiply<Int4Panel>(team, w, in, rows, out);
-    else
-        multiply<Bf16Panel>(team, w, in, rows, out);
-}
-
-void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
-    const int groups = depth / kGroup;
-    int8_t* q = to.quantized + int64_t(row) * depth;
-    for (int g = 0; g < groups; g++, from += kGroup, q += kGroup) {
+void quantize_row(const bf16* from, const Matrix& next, int row, const Activations& to) {
+    const int groups = next.depth / kGroup;
+    const int64_t first = int64_t(row) * next.depth;
+    for (int g = 0; g < groups; g++, from += kGroup) {
         const float most = largest_magnitude(from);
         // Integers cannot say "not a number" or "infinite": the scale has to, so that the logits are not a number either.
         const float scale = most / 127 + 0 * most;
@@ -234,17 +224,40 @@ void quantize_row(const bf16* from, int depth, int row, const Activations& to) {
         Floats x[kGroup / kLanes];
         TM_EACH(i, kGroup / kLanes) x[i] = mul(load_bf16(from + i * kLanes), inverse);
         const Ints codes = to_int8(x);
-        store_ints(q, codes);
-        // A group is one vector of bytes: its dot product with ones has its sums.
-        const Ints sums = dot_quads(splat_int(0), splat_int(0x01010101), codes);
+        if (next.kind == kInt8)
+            store_quad_factors((QuadFactor*)to.factors + first + g * kGroup, codes);
+        else
+            store_ints((int8_t*)to.factors + first + g * kGroup, codes);
         to.scales[int64_t(row) * groups + g] = scale;
-        sum_halves(sums, to.sums + 2 * (int64_t(row) * groups + g));
+        // A group is one vector of bytes.
+        sum_halves(sum_quads(codes), to.sums + 2 * (int64_t(row) * groups + g));
     }
 }
 
-void quantize_rows(Team& team, const Matrix& next, int rows, const Activations& both) {
-    if (next.kind == kBf16) return;
-    team.each(rows, [depth = next.depth, both](int row, int) { quantize_row(both.values + int64_t(row) * depth, depth, row, both); });
+}  // namespace
+
+void gemm(Team& team, const Matrix& w, const Activations& in, int rows, const Output& out) {
+    if (w.kind == kInt8)
+        multiply<Int8>(team, w, in, rows, out);
+    else if (w.kind == kInt4)
+        multiply<Int4>(team, w, in, rows, out);
+    else
+        multiply<Bf16>(team, w, in, rows, out);
+}
+
+size_t factor_bytes(int64_t activations) { return size_t(activations) * std::max(kBf16IsFactor ? 0 : sizeof(Factor), sizeof(QuadFactor)); }
+
+void prepare_row(const Matrix& next, int row, const Activations& both) {
+    const bf16* const from = both.values + int64_t(row) * next.depth;
+    if (next.kind != kBf16)
+        quantize_row(from, next, row, both);
+    else if (!kBf16IsFactor)
+        copy_factors(from, next.depth, (Factor*)both.factors + int64_t(row) * next.depth);
+}
+
+void prepare_rows(Team& team, const Matrix& next, int rows, const Activations& both) {
+    if (next.kind == kBf16 && kBf16IsFactor) return;
+    team.each(rows, [&next, both](int row, int) { prepare_row(next, row, both); });
 }
 
 }  // namespace tokenmill

@@ -95,11 +95,12 @@ struct SampleRow {
 };
 static_assert(sizeof(SampleRow) == 48);
 
-// Rows that a matrix is multiplied with: bfloat16, and for integer weights their int8 form with a scale for each group of 64.
-// `sums` are those of each half of a group, which undo the int8 weights' + 128 and carry the int4 weights' minima.
+// Rows that a matrix is multiplied with: bfloat16, and what `prepare_row` makes of them for one matrix's kind, the factors of
+// factors.h. For integer weights these are int8 with a scale for each group of 64; `sums` are those of each half of a group, which
+// undo the int8 weights' + 128 and carry the int4 weights' minima.
 struct Activations {
     bf16* values;
-    int8_t* quantized;
+    void* factors;
     float* scales;
     int32_t* sums;
 };
@@ -128,8 +129,9 @@ struct Partials {
 };
 
 void gemm(Team& team, const Matrix& weight, const Activations& in, int rows, const Output& out);
-void quantize_row(const bf16* from, int depth, int row, const Activations& to);
-void quantize_rows(Team& team, const Matrix& next, int rows, const Activations& both);  // nothing for bf16 weights
+void prepare_row(const Matrix& next, int row, const Activations& both);
+void prepare_rows(Team& team, const Matrix& next, int rows, const Activations& both);
+size_t factor_bytes(int64_t activations);  // for weights of any kind
 
 void embed(Team& team, const Model& m, const Batch& b, float* hidden);
 void norm_rows(Team& team, const Model& m, const float* from, int rows, const float* weight, const Matrix& next,

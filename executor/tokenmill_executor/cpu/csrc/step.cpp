@@ -24,7 +24,7 @@ struct Workspace {
 };
 
 Activations take_activations(Arena& arena, int64_t rows, int64_t depth) {
-    return {arena.take<bf16>(rows * depth), arena.take<int8_t>(rows * depth), arena.take<float>(rows * depth / kGroup),
+    return {arena.take<bf16>(rows * depth), arena.take<char>(int64_t(factor_bytes(rows * depth))), arena.take<float>(rows * depth / kGroup),
             arena.take<int32_t>(rows * depth / kInt4Group)};
 }
 
@@ -84,11 +84,11 @@ void attend(Team& team, const Model& m, const Layer& layer, const Batch& whole, 
 
 // The second half, of the first `rows` rows.
 void finish(Team& team, const Model& m, const Layer& layer, int rows, const Workspace& w) {
-    quantize_rows(team, layer.o, rows, w.attended);
+    prepare_rows(team, layer.o, rows, w.attended);
     gemm(team, layer.o, w.attended, rows, {Store::kAdd, w.hidden, nullptr, m.hidden});
     norm_rows(team, m, w.hidden, rows, layer.post_norm, layer.gate_up, w.normed);
     gemm(team, layer.gate_up, w.normed, rows, {Store::kSiluMul, nullptr, w.activated.values, m.intermediate});
-    quantize_rows(team, layer.down, rows, w.activated);
+    prepare_rows(team, layer.down, rows, w.activated);
     gemm(team, layer.down, w.activated, rows, {Store::kAdd, w.hidden, nullptr, m.hidden});
 }
 
@@ -185,7 +185,7 @@ void tm_gemm(const tokenmill::Matrix* weight, const uint16_t* in, int rows, int 
     std::copy_n(in, int64_t(rows) * weight->depth, a.values);
     const int width = Store(store) == Store::kSiluMul ? weight->columns / 2 : weight->columns;
     Team team(threads);
-    quantize_rows(team, *weight, rows, a);
+    prepare_rows(team, *weight, rows, a);
     gemm(team, *weight, a, rows, {Store(store), floats, halves, width});
     team.run();
 }

@@ -1,31 +1,23 @@
-// The register tile that GEMM and attention share: R rows times C vectors of 16 columns, summed over pairs of depth.
+// The register tile that GEMM and attention share: R rows times C vectors of 16 columns.
 #pragma once
 
-#include "vec.h"
+#include "factors.h"
 
 namespace tokenmill {
 
 template <int R, int C>
-struct Tile {
-    Floats at[R][C];
-
-    TM_INLINE void clear(Tile& t) {
-        TM_EACH(r, R)
-            TM_EACH(c, C) t.at[r][c] = zeros();
-    }
-};
+TM_INLINE void clear(Floats (&tile)[R][C]) {
+    TM_EACH(r, R)
+        TM_EACH(c, C) tile[r][c] = zeros();
+}
+template <int R, int C>
+TM_INLINE void fill(Ints (&tile)[R][C], int32_t x) {
+    TM_EACH(r, R)
+        TM_EACH(c, C) tile[r][c] = splat_int(uint32_t(x));
+}
 
 // Into the L2 cache, which takes in about twice as much at once as L1 where the hardware does not guess what comes next.
 TM_INLINE void prefetch_l2(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
-
-// One step of depth: each row's pair, broadcast, times each column vector.
-template <int R, int C>
-TM_INLINE void tile_step(Tile<R, C>& t, const Pair* a, int64_t stride, const Ints (&b)[C]) {
-    TM_EACH(r, R) {
-        const Ints broadcast = splat_int(a[r * stride]);
-        TM_EACH(c, C) t.at[r][c] = dot_pairs(t.at[r][c], broadcast, b[c]);
-    }
-}
 
 // Calls f.template run<R>(first row) for a tile of R <= M rows, or for as few such tiles as cover some rows, about equally many each.
 template <int M, typename F>

@@ -1,8 +1,8 @@
 // Sixteen lanes of float32 and what the kernels need on them, on AVX512 (with BF16, VNNI) and on AVX2.
 //
-// `Pair` is two bfloat16 in one 32-bit lane, `Quad` four int8: what one lane of a dot-product instruction eats. Kernels are written
-// against these functions only, so that the same sources compile for both instruction sets. Numbers are what the instructions give:
-// bfloat16 products are summed in float32.
+// `Pair` is two bfloat16 in one 32-bit lane, `Quad` four int8. Kernels are written against these functions and those of factors.h
+// only, so that the same sources compile for both instruction sets. Numbers are what the instructions give: bfloat16 products are
+// summed in float32.
 #pragma once
 
 #include <immintrin.h>
@@ -242,24 +242,6 @@ TM_INLINE void sum_halves(Ints a, int32_t* to) {
 }
 TM_INLINE Floats load_half_precision(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
-}
-
-TM_INLINE __m256 dot_pairs_half(__m256 acc, __m256i a, __m256i b) {
-    const __m256i odd = _mm256_set1_epi32(int(0xffff0000));
-    acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
-    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, odd)), _mm256_castsi256_ps(_mm256_and_si256(b, odd)), acc);
-}
-TM_INLINE Floats dot_pairs(Floats acc, Ints a, Ints b) {
-    return {dot_pairs_half(acc.low, a.low, b.low), dot_pairs_half(acc.high, a.high, b.high)};
-}
-// Through 16 bits: the instruction that multiplies bytes saturates. Within a lane of 32 bits, even bytes then odd ones.
-TM_INLINE __m256i dot_quads_half(__m256i acc, __m256i a, __m256i b) {
-    const __m256i even = _mm256_set1_epi16(0xff);
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(a, even), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8)));
-}
-TM_INLINE Ints dot_quads(Ints acc, Ints a, Ints b) {
-    return {dot_quads_half(acc.low, a.low, b.low), dot_quads_half(acc.high, a.high, b.high)};
 }
 
 // To nearest, ties to even; not a number keeps its quiet bit.
