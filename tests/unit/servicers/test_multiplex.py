@@ -137,13 +137,21 @@ async def test_a_paused_call_holds_its_tokens_back_and_then_brings_them_together
     await exchange.send(generate(1, request_id="a", sampling=sampling), generate(2, request_id="b", sampling=sampling))
     await exchange.until_accepted(1, 2)
     await exchange.send(Request(call=1, pause=Request.Pause()))
-    for count in range(1, 41):
+
+    async def produce_one() -> None:
         for name in "ab":
             served.desk.produce(name, 1)
-        while len(exchange.tokens(2)) < count:
+        while len(exchange.tokens(2)) < len(served.desk.entries["b"].tokens):
             await exchange.read()
-    held = 40 - len(exchange.tokens(1))
-    assert held >= 38, "what is under way still comes"
+
+    await produce_one()
+    while len(exchange.tokens(1)) == len(served.desk.entries["a"].tokens):
+        await produce_one()  # the call for a pause is under way
+    came = exchange.tokens(1)
+    for _ in range(40):
+        await produce_one()
+    assert exchange.tokens(1) == came
+    held = len(served.desk.entries["a"].tokens) - len(came)
     await exchange.send(Request(call=1, resume=Request.Resume()))
     await exchange.read()
     assert exchange.came[1][-1].event.delta.token_count == held
