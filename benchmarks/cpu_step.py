@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.runner import Batch
 
-from benchmarks.tables import keep, today
+from benchmarks.tables import keep, processor, today
 from tests.unit.cpu.small_models import make_batch, random_tensors, random_tokens, scattered_tables, small_config
 
 NUM_BLOCKS = 1152
@@ -137,7 +135,7 @@ def _table(config: ModelConfig, times_ms: dict[str, list[float]], rate: float, t
         (
             f"# A step on the CPU, {today()}",
             "",
-            f"`python -m benchmarks.cpu_step`, {threads} threads ({_processor()}), torch {torch.__version__}, load "
+            f"`python -m benchmarks.cpu_step`, {threads} threads ({processor()}), torch {torch.__version__}, load "
             f"{os.getloadavg()[0]:.1f} at the end; memory read at {rate / 1e9:.1f} GB/s. Milliseconds, least of the rounds.",
             "",
             "| | " + " | ".join(STEPS) + " |",
@@ -146,13 +144,6 @@ def _table(config: ModelConfig, times_ms: dict[str, list[float]], rate: float, t
             "",
         )
     )
-
-
-def _processor() -> str:
-    names = [
-        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

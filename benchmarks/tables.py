@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+
+from tokenmill_executor.cpu.library import best_instruction_set, processor_flags
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -21,6 +24,14 @@ def commit() -> str:
     except OSError:  # no git either
         return os.environ.get("COMMIT", "unknown")
     return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
+
+
+def processor() -> str:
+    """Its name, and the instruction set that the CPU kernels have of it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    instruction_set = best_instruction_set(processor_flags())
+    return ", ".join([names[0] if names else platform.machine(), *([instruction_set.upper()] if instruction_set else [])])
 
 
 def table_path(name: str) -> Path:

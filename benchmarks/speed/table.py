@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.speed.peers import PeerMeasured
 from benchmarks.speed.workloads import Measured, Run
-from benchmarks.tables import commit, today
+from benchmarks.tables import commit, processor, today
 
 
 def table(model: str, repeat: int, length_scale: float, measured: Sequence[Measured], peers: Sequence[PeerMeasured]) -> str:
@@ -17,7 +17,7 @@ def table(model: str, repeat: int, length_scale: float, measured: Sequence[Measu
     lines = [
         f"# Speed, {model}, {today()}",
         "",
-        f"`python -m benchmarks.speed` at {commit()}, medians of {repeat}; {os.cpu_count()} cores ({platform.machine()}), Python "
+        f"`python -m benchmarks.speed` at {commit()}, medians of {repeat}; {os.cpu_count()} cores ({processor()}), Python "
         f"{platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end. Through gRPC, the client included. Tokens/s are "
         f"output tokens, for W3 and W4 all tokens.{scale}",
     ]
