@@ -116,8 +116,8 @@ struct Bf16Cache {
 };
 
 // K + 128 as unsigned bytes [head_dim / 4][16 positions][4], V as signed bytes [positions / 4][head_dim][4], each followed by a
-// float scale for each position. Nothing is widened: q and p become integers of 15 bits or 16, so that only K's and V's own rounding is lost.
-// What a freed block holds is a number whatever it is, so probabilities of 0 hide it.
+// float scale for each position. Products are of integers: q and p become ones of 15 bits or 16, so only K's and V's own rounding
+// is lost. What a freed block holds is a number whatever it is, so probabilities of 0 hide it.
 struct Int8Cache {
     static constexpr int score_vectors(int rows) { return std::clamp(kAccumulators / (kDigits * rows), 1, kTileBlocks); }
     static constexpr int value_vectors(int rows) { return score_vectors(rows); }

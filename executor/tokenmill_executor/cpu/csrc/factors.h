@@ -2,7 +2,7 @@
 //
 // The other side, weights or cached keys and values, is the same on every processor: a lane of 32 bits has two bfloat16 or four bytes
 // of its column. AVX512 multiplies lanes with lanes. AVX2 takes them apart, once for all rows of a tile, and wants the broadcast side
-// taken apart already: bfloat16 as float32, bytes as 16 bits.
+// taken apart already: bfloat16 as float32, bytes as 16 bits. Bytes that meet four-bit codes stay bytes: products fit 16 bits.
 #pragma once
 
 #include <type_traits>
