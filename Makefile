@@ -42,4 +42,4 @@ protos: $(INSTALLED)  ## regenerate the code beside the .proto files
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/generate_protos.py
 
 clean:  ## remove what was installed and built
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist executor/tokenmill_executor/cpu/_kernels_*.so
