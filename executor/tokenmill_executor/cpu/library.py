@@ -94,6 +94,8 @@ def batch_record(batch: Batch) -> BatchRecord:
     """The batch as the kernels read it; its arrays made int32 and contiguous where they are not."""
     arrays = [np.ascontiguousarray(getattr(batch, name), np.int32) for name in _BATCH_ARRAYS]
     query_starts, block_tables = arrays[3], arrays[5]
+    if np.any((batch.sample_rows < 0) | (batch.sample_rows >= len(query_starts) - 1)):
+        raise ValueError("a row of the batch to sample is not one of its sequences")
     arrays.append(np.ascontiguousarray(query_starts[1:][batch.sample_rows] - 1, np.int32))
     tokens, (groups, sequences, width) = len(arrays[0]), block_tables.shape
     if len(query_starts) != sequences + 1 or len(arrays[4]) != sequences or len(arrays[1]) != tokens:

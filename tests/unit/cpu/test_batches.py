@@ -34,6 +34,8 @@ pytestmark = needs_kernels
         ("context_lens", 0, 49, "context"),
         ("query_starts", 1, 4, "query_starts"),
         ("query_starts", 0, 1, "query_starts"),
+        ("sample_rows", 0, 1, "sample"),
+        ("sample_rows", 0, -1, "sample"),
     ],
 )
 def test_an_index_outside_its_array_is_refused(field: str, index: object, value: int, message: str) -> None:
