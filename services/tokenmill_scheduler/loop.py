@@ -152,15 +152,18 @@ class Loop:
         feed: Feed | None = None,
         further: Sequence[tuple[Request, Feed | None]] = (),
         losses: int = 0,
+        executor: str = "",
     ) -> None:
         """Takes up a request of another process from its stored tokens, with further choices of it that wait as it does.
 
         `feed`: one that readers here have followed it by. `losses`: so many executors it is suspected to have cost.
+        `executor`: where it ran.
         """
         self._take_up(request, state, output, feed)
         for choice, choice_feed in further:
             self._take_up(choice, state, StoredOutput(0, ()), choice_feed)
-        self.handle(events.Submitted(request, output.token_ids, state, tuple([choice for choice, _ in further]), losses))
+        choices = tuple([choice for choice, _ in further])
+        self.handle(events.Submitted(request, output.token_ids, state, choices, losses, executor))
 
     def _take_up(self, request: Request, state: State, output: StoredOutput, feed: Feed | None) -> None:
         feed = feed or Feed()

@@ -39,7 +39,7 @@ def take_up(
         if gang[0] is request:
             further = [(choice, hand_over(choice.request_id)) for choice in gang[1:]]
             suspected = losses.get(request.request_id, 0)
-            loop.resume(request, stored.state, output, hand_over(request.request_id), further, suspected)
+            loop.resume(request, stored.state, output, hand_over(request.request_id), further, suspected, stored.executor)
     if unfinished:
         tokens = sum(len(output.token_ids) for _, output in unfinished)
         detached = sum(stored.request.detached for stored, _ in unfinished)

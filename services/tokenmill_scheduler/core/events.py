@@ -18,7 +18,7 @@ class Submitted:
     """A durable request. `output` is not empty, or `state` not WAITING, when it is taken up again after a restart.
 
     `choices` are further choices of the same request that wait as it does: all are admitted together. `losses`: so many executors
-    it is suspected to have cost another scheduler that has given it away.
+    it is suspected to have cost another scheduler that has given it away. `executor`: where it ran before the restart.
     """
 
     request: Request
@@ -26,6 +26,7 @@ class Submitted:
     state: State = State.WAITING
     choices: tuple[Request, ...] = ()
     losses: int = 0
+    executor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,9 +157,9 @@ class Roster:
             self.preempt(sequence, now_s, Preemption.EXECUTOR_DRAINED, reason)
         executor.batch_room = 0
 
-    def recover(self, live: LiveRequest, now_s: float, reason: str) -> None:
-        """A request that ran when its scheduler died: no executor knows it now."""
-        self.effects.append(live.move(State.PREEMPTED, now_s, reason))
+    def recover(self, live: LiveRequest, now_s: float, reason: str, executor: str) -> None:
+        """A request that ran when its scheduler died, on `executor`, which does not know it now."""
+        self.effects.append(live.move(State.PREEMPTED, now_s, reason, executor))
         self.enqueue(live)
 
     def end(self, live: LiveRequest, ending: Ending, now_s: float, *, executor_let_go: bool = False) -> None:

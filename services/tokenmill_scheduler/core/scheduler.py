@@ -177,7 +177,7 @@ class Scheduler(Questions):
         if live.at_max_tokens:
             self._roster.end(live, _AT_MAX_TOKENS, now_s)
         elif event.state in RUNNING:
-            self._roster.recover(live, now_s, "scheduler restarted")
+            self._roster.recover(live, now_s, "scheduler restarted", event.executor)
 
     def _cancelled(self, event: Cancelled, now_s: float) -> None:
         """One that is unknown has ended: nothing changes."""

@@ -282,9 +282,10 @@ def test_a_request_that_ran_when_the_scheduler_died_is_taken_up_as_preempted(sta
     request = Request("r1", "tiny", (1, 2, 3), Sampling(max_tokens=8, seed=1), world.now_s)
     world.records["r1"] = Record(request, state)
     world.records["r1"].output = world.expected("r1")[:2]
-    world.handle(Submitted(request, tuple(world.output("r1")), state))
+    world.handle(Submitted(request, tuple(world.output("r1")), state, executor="x"))
     assert world.state("r1") is State.PREEMPTED
-    assert world.records["r1"].transitions[0].reason == "scheduler restarted"
+    preempted = world.records["r1"].transitions[0]
+    assert (preempted.reason, preempted.executor) == ("scheduler restarted", "x")
     world.drain()
     assert world.output("r1") == world.expected("r1")
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
+from structlog.testing import capture_logs
 from tokenmill_scheduler.core.request import FinishReason, State
 from tokenmill_scheduler.desk.errors import IndexAhead, RequestEnded, Unavailable
 from tokenmill_scheduler.desk.port import ChunkStream
@@ -131,6 +132,17 @@ async def test_a_request_followed_here_goes_on_here_when_it_is_taken_over(pair: 
     reading = asyncio.create_task(read_rest(attachment.chunks, first.token_ids))
     await other.run_out()
     assert await reading == output_of(request("a", max_tokens=9))
+
+
+async def test_the_log_says_which_executor_a_request_ran_on_that_is_taken_over(pair: Pair, mine: Shell, other: Shell) -> None:
+    await mine.join()
+    await mine.submit(request("a", max_tokens=9))
+    await mine.step()
+    pair.kill("mine")
+    with capture_logs() as logs:
+        pair.take_over("other", "mine")
+    preempted = [entry for entry in logs if entry["event"] == "request preempted"]
+    assert [(entry["request_id"], entry["executor"]) for entry in preempted] == [("a", "played")]
 
 
 async def read_rest(chunks: ChunkStream, tokens: tuple[int, ...]) -> tuple[int, ...]:
