@@ -131,7 +131,7 @@ class Loop:
         drive = self.drives[issued.executor]
         plan = replace(issued.plan, after_all_steps=True) if drive.pacer.lets_finish else issued.plan
         drive.link.send(plan)
-        drive.pacer.sent(StepShape.of(plan), monotonic())
+        drive.pacer.sent(StepShape.of(plan), monotonic(), reaches_end=issued.reaches_end)
         self._log.debug("plan sent", executor=issued.executor, epoch=issued.plan.epoch, plan=issued.plan.plan_id)
 
     # ---- requests --------------------------------------------------------------------------------------------------------------

@@ -165,11 +165,12 @@ class Pacer:
         ahead = self._out[-1] if self._out else None
         return ahead is not None and not self._hurried and 1 < ahead.shape.steps == ahead.steps
 
-    def sent(self, shape: StepShape, now_s: float) -> None:
+    def sent(self, shape: StepShape, now_s: float, *, reaches_end: bool = False) -> None:
+        """`reaches_end`: with all its steps it brings a sequence to its end."""
         if not self._out:
             self._started_s = now_s + self.round_trip_s
-        # One that is shorter than it could be reaches an end: what it left undone would take a plan of its own.
-        steps = shape.steps if shape.steps < self.most_steps() else min(shape.steps, self._fitting_steps())
+        # One that is shorter than it could be is on its way to an end, too: what it left undone would take a plan of its own.
+        steps = shape.steps if reaches_end or shape.steps < self.most_steps() else min(shape.steps, self._fitting_steps())
         paced = not self._declined and not self._hurried
         self._out.append(_PlanOut(shape, steps, now_s, not self._workless, paced, self._newest))
         self._newest = shape

@@ -49,10 +49,14 @@ class TokensGenerated:
 
 @dataclass(frozen=True, slots=True)
 class PlanIssued:
-    """To be sent. Needs no commit first: what it leads to is told to a client only after its own commit."""
+    """To be sent. Needs no commit first: what it leads to is told to a client only after its own commit.
+
+    `reaches_end`: it is of several steps, and the last of them is a sequence's last: the next plan goes on without that one.
+    """
 
     executor: str
     plan: Plan
+    reaches_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,11 @@ class PlanOut:
     plan: Plan
     sequences: tuple[Sequence, ...]
 
+    @property
+    def reaches_end(self) -> bool:
+        """Whether its steps bring one to its limit, of the newest plan; said of several steps only."""
+        return self.plan.max_steps > 1 and any(sequence.exhausted for sequence in self.sequences)
+
 
 @dataclass(slots=True, eq=False)
 class ExecutorState:

@@ -225,7 +225,7 @@ class Scheduler(Questions):
         self._roster.quotas.refilled(now_s)
         plan = self._planner.plan(executor, now_s, event.max_steps)
         if plan is not None:
-            self._roster.effects.append(PlanIssued(executor.name, plan))
+            self._roster.effects.append(PlanIssued(executor.name, plan, executor.plans_out[-1].reaches_end))
 
     def _expire(self, now_s: float) -> None:
         while (earliest := self._roster.deadlines.earliest()) and earliest[0] <= now_s:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tokenmill_scheduler.core.events import TextStop
+from tokenmill_scheduler.core.effects import PlanIssued
+from tokenmill_scheduler.core.events import PlanDue, TextStop
 from tokenmill_scheduler.core.plans import BlockGroup, Plan, SequenceFault
 from tokenmill_scheduler.core.request import Lane, State
 from tokenmill_scheduler.core.scheduler import SchedulerConfig
@@ -54,6 +55,15 @@ def test_an_end_is_reached_in_as_few_plans_as_can_be_all_of_a_length(output: int
     while (turn := world.turn()) is not None:
         made.append(turn.max_steps)
     assert made == steps
+
+
+@pytest.mark.parametrize(
+    ("output", "most", "reaches_end"), [(20, 5, False), (7, 5, False), (6, 5, True), (5, 5, True), (2, 5, False)]
+)
+def test_a_plan_of_several_steps_says_whether_they_reach_an_end(output: int, most: int, reaches_end: bool) -> None:
+    """The last has one step left: a plan of one step has nothing to leave behind."""
+    effects = running((3, 20), (5, output)).handle(PlanDue("x", most))
+    assert [effect.reaches_end for effect in effects if isinstance(effect, PlanIssued)] == [reaches_end]
 
 
 def full(max_steps: int = 9) -> World:

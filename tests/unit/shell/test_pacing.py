@@ -283,6 +283,16 @@ def test_the_next_plan_lets_steps_finish_of_which_none_is_in_reserve(steps: int,
     assert not pacer.lets_finish, "what has happened waits for one step only"
 
 
+def test_a_plan_as_long_as_can_be_that_reaches_an_end_takes_its_reserve_too() -> None:
+    """Cut short, it would leave a sequence behind that the next plan, made on all of its steps, goes on without."""
+    pacer = repeating()
+    pacer.sent(replace(DECODE, steps=pacer.most_steps()), 0.02, reaches_end=True)
+    assert pacer.lets_finish
+    due_s = pacer.due_s(0.02)
+    assert due_s is not None
+    assert 0.02 + 5 * 0.01 < due_s < 0.02 + 6 * 0.01
+
+
 def test_a_plan_that_was_hurried_was_not_early() -> None:
     pacer = repeating()
     pacer.sent(replace(DECODE, steps=6), 0.02)
