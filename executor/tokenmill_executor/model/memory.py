@@ -50,20 +50,22 @@ def control_group_limits(root: Path = Path("/")) -> list[int]:
 
 def cuda_cache_bytes(model: Model, device: torch.device, utilization: float, batch: Batch, make_draws: MakeDraws) -> int:
     """That share of the device's memory, less what others hold of it and what the step of the largest `batch` needs at its peak."""
-    model.allocate(int(batch.block_tables.max()) + 1, _TRIAL_BLOCK_SIZE)
-    cache_bytes = (int(batch.block_tables.max()) + 1) * model.block_bytes(_TRIAL_BLOCK_SIZE)
+    num_blocks = int(batch.block_tables.max()) + 1
+    # To capture graphs, or to try what is run without them, takes memory too, and again beside the cache to come.
+    torch.cuda.reset_peak_memory_stats(device)
+    model.allocate(num_blocks, _TRIAL_BLOCK_SIZE)
     torch.cuda.empty_cache()
     # What is held now though no tensor has it is that of captured graphs, which lasts as long as they do.
     graph_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
         Sampler((), make_draws=make_draws).sample(model.forward(batch), batch.samples)
     torch.cuda.synchronize(device)
-    model.allocate(0, _TRIAL_BLOCK_SIZE)
-    torch.cuda.empty_cache()
+    peak_bytes = graph_bytes + torch.cuda.max_memory_allocated(device) - num_blocks * model.block_bytes(_TRIAL_BLOCK_SIZE)
+    # Before the graphs go: what the driver keeps for them is as if others held it.
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    peak_bytes = graph_bytes + torch.cuda.max_memory_allocated(device) - cache_bytes
+    model.allocate(0, _TRIAL_BLOCK_SIZE)
+    torch.cuda.empty_cache()
     return left_of_share(utilization, total_bytes, others_bytes, peak_bytes)
 
 
