@@ -174,10 +174,10 @@ class Runner(Protocol):
         """Bytes of K and V of a group's layers for one block."""
 
     def available_bytes(self) -> int:
-        """Memory for the KV cache as the settings ask."""
+        """Memory for the KV cache as the settings ask. Raises MemoryError where not even steps have room, or DeviceLost."""
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Makes the KV cache. Called once, before the first step."""
+        """Makes the KV cache. Called once, before the first step. Raises MemoryError, or DeviceLost."""
 
     def populate_some(self) -> bool:
         """Has the system give a little more of the memory that the cache is to use; false once it has all, or nothing is won by it.

@@ -91,3 +91,13 @@ def is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left: torch's allocator has an error of its own, the driver, cuBLAS and Triton have words."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+
+
+def first_line(error: BaseException) -> str:
+    """Torch adds advice to CUDA's errors, for those who debug kernels."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from tokenmill_executor.interrupt import Interrupt
-from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, is_lost
+from tokenmill_executor.model.device import CudaClock, HostClock, StepClock, first_line, is_lost, is_out_of_memory
 from tokenmill_executor.model.host_memory import TorchHostMemory
 from tokenmill_executor.model.pages import populate
 from tokenmill_executor.model.port import Decodes, Model
-from tokenmill_executor.runner import Batch, DeviceLost, HostMemory, RunnerDescription, StepOutput
+from tokenmill_executor.runner import Batch, DeviceLost, HostMemory, RunnerDescription, SamplingInput, SamplingParams, StepOutput
 from tokenmill_executor.sampling import MakeDraws, Sampler, SamplingKernels, TorchDraws, only_draws
 
 
@@ -51,10 +51,13 @@ class TorchRunner:
         return self._model.block_bytes(block_size)
 
     def available_bytes(self) -> int:
-        return self._measure_memory()
+        with self._telling_whether_it_is_lost(), self._telling_whether_it_is_full():
+            return self._measure_memory()
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        self._model.allocate(num_blocks, block_size)
+        with self._telling_whether_it_is_lost(), self._telling_whether_it_is_full():
+            self._model.allocate(num_blocks, block_size)
+            self._draw_once()
         if self._device.type == "cpu":
             self._pieces = populate(self._model.storage())
 
@@ -85,6 +88,21 @@ class TorchRunner:
             if is_lost(self._device):
                 raise DeviceLost(f"{self.description.device}: {error}") from error
             raise
+
+    @contextmanager
+    def _telling_whether_it_is_full(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise MemoryError(f"{self.description.device}: {first_line(error)}") from error
+            raise
+
+    @torch.inference_mode()
+    def _draw_once(self) -> None:
+        """What draws may have to be compiled first: now, and not while streams wait."""
+        logits = torch.zeros((1, self.description.vocab_size), device=self._device)
+        self._sampler.sample(logits, [SamplingInput(0, [0], 1, SamplingParams(max_tokens=1, seed=0, top_p=0.9))])
 
     def _step(self, batch: Batch) -> StepOutput:
         started_s, begin = time.perf_counter(), self._clock.mark()

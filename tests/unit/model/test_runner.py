@@ -16,6 +16,7 @@ from tokenmill_executor.model.config import ModelError
 from tokenmill_executor.model.memory import largest_batch
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.runner import Batch, DeviceLost, Runner, SamplingParams, StepOutput
+from tokenmill_executor.sampling import TorchDraws
 
 from tests.fakes.batches import Blocks, Track
 from tests.fakes.models import greedy_tokens, random_model
@@ -167,6 +168,42 @@ def test_the_description_and_sizes(bench: Bench) -> None:
     assert runner.block_bytes(16) == 2 * 3 * 2 * 64 * 4 * 16
     assert 0 < runner.available_bytes() <= 4 << 30
     assert list(runner.tokenizer_files()) == ["tokenizer.json"]
+
+
+def test_what_draws_is_compiled_with_the_cache_and_not_in_service(bench: Bench) -> None:
+    drawn: list[bool] = []
+
+    class WatchedDraws(TorchDraws):
+        def draw(self, *given: Any) -> torch.Tensor:
+            drawn.append(True)
+            return super().draw(*given)
+
+    runner = TorchRunner(bench.runner._model, bench.runner.description, {}, torch.device("cpu"), lambda: 0, make_draws=WatchedDraws)
+    runner.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    assert drawn == [True]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee documentation"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "the driver", "cuBLAS"],
+)
+def test_a_device_without_room_is_told_in_one_line_at_the_start(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def allocate(num_blocks: int, block_size: int) -> None:
+        raise error
+
+    monkeypatch.setattr(bench.runner._model, "allocate", allocate)
+    with pytest.raises(MemoryError, match=r"^cpu: .*(out of memory|ALLOC_FAILED)[^\n]*$"):
+        bench.runner.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    monkeypatch.setattr(bench.runner, "_measure_memory", lambda: allocate(1, 1))
+    with pytest.raises(MemoryError):
+        bench.runner.available_bytes()
 
 
 def test_settings_reach_the_runner(bench: Bench, tmp_path: Path) -> None:
