@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 from tokenmill_executor.attention.backend import CacheShape
 from tokenmill_executor.attention.triton_backend import TritonAttention
 from tokenmill_executor.engine import Engine
+from tokenmill_executor.model.capture import cuda_capture
 from tokenmill_executor.model.config import ModelConfig, RopeConfig
-from tokenmill_executor.model.cuda import cuda_capture, cuda_decodes, cuda_draws
+from tokenmill_executor.model.cuda import cuda_decodes, cuda_draws
 from tokenmill_executor.model.cuda_decodes import CudaDecodes
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.device import HostClock, HostDownload
-from tokenmill_executor.model.graphs import Capture, GraphedDecoder, Replay
+from tokenmill_executor.model.graphs import Capture, GraphedDecoder, run_eagerly
 from tokenmill_executor.model.port import DecodeModel, Decodes
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.triton_ops import TritonOps
@@ -186,12 +187,7 @@ def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _capture(device: torch.device) -> Capture:
-    return cuda_capture(device) if device.type == "cuda" else _compute_again
-
-
-def _compute_again(compute: Callable[[], None]) -> Replay:
-    compute()
-    return compute
+    return cuda_capture(device) if device.type == "cuda" else run_eagerly
 
 
 def graphed_decoder(

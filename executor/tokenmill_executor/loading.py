@@ -46,6 +46,7 @@ def load_runner(settings: Settings) -> Runner:
             attention_backend=settings.attention_backend,
             sliding_window=settings.sliding_window,
             attention_sinks=settings.attention_sinks,
+            enforce_eager=settings.enforce_eager,
         )
     except ModuleNotFoundError as error:
         raise SettingsError(f"{error.name} is missing, which a real model needs: pip install 'tokenmill[executor]'") from error
@@ -69,7 +70,12 @@ def count_blocks(settings: Settings, runner: Runner) -> int:
     """As many as the memory holds, but no more than a full step of sequences of the greatest length can use."""
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override
-    available, block_bytes = runner.available_bytes(), runner.block_bytes(settings.block_size)
+    try:
+        available, block_bytes = runner.available_bytes(), runner.block_bytes(settings.block_size)
+    except MemoryError as error:
+        raise SettingsError(
+            f"the largest step has no room beside the weights: lower --max-num-batched-tokens or --max-num-seqs: {error}"
+        ) from error
     fitting = available // block_bytes
     if fitting < 1:
         raise SettingsError(
@@ -151,7 +157,9 @@ class Loader:
                 num_host_blocks=self._num_host_blocks,
             )
         except MemoryError as error:
-            raise SettingsError(f"lower --kv-offloading-size or --kv-cache-memory-bytes: {error}") from error
+            raise SettingsError(
+                f"lower --gpu-memory-utilization, --kv-cache-memory-bytes or --kv-offloading-size: {error}"
+            ) from error
 
     def offer(self, name: str) -> Offer:
         assert self._runner is not None

@@ -73,6 +73,7 @@ class Settings:
     max_num_batched_tokens: int
     served_model_name: str | None
     pipeline_depth: int
+    enforce_eager: bool
     threads: int | None
     max_message_bytes: int
     shutdown_timeout_s: float
@@ -205,6 +206,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--max-num-seqs": {"type": count, "default": 256, "help": "most sequences in a step"},
         "--max-num-batched-tokens": {"type": count, "default": 8192, "help": "most tokens in a step"},
         "--pipeline-depth": {"type": count, "default": 2, "help": "most plans unanswered at once"},
+        "--enforce-eager": {
+            "action": argparse.BooleanOptionalAction,
+            "default": False,
+            "help": "on CUDA, launch decode steps operation by operation and capture no graphs: a quicker start and slower steps, "
+            "most of all for few sequences",
+        },
     },
     "service": {
         "--listen": {"default": DEFAULT_LISTEN, "help": "HOST:PORT (port 0: any free one), or unix:PATH"},

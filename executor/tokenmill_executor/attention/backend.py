@@ -165,6 +165,9 @@ class DecodeBackend(AttentionBackend, Protocol):
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         """How the positions of such decodes are best split: part of what a graph is captured for."""
 
+    def all_decode_splits(self, num_sequences: int, max_context: int) -> list[int]:
+        """What `decode_splits` gives for contexts up to that, rising."""
+
     def chunk_contexts(self, max_context: int) -> list[int]:
         """Lengths of context up to that, behind which chunks have a way of their own to be split: all ways there are."""
 

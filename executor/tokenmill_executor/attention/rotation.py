@@ -67,6 +67,9 @@ class RotatedDecodeAttention(RotatedAttention):
     def decode_splits(self, num_sequences: int, max_context: int) -> int:
         return self._decodes.decode_splits(num_sequences, max_context)
 
+    def all_decode_splits(self, num_sequences: int, max_context: int) -> list[int]:
+        return self._decodes.all_decode_splits(num_sequences, max_context)
+
     def chunk_contexts(self, max_context: int) -> list[int]:
         return self._decodes.chunk_contexts(max_context)
 

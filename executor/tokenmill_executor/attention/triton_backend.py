@@ -92,6 +92,11 @@ class TritonAttention(PagedBackend):
         to_fill = self._programs_wanted / (num_sequences * self._shape.num_kv_heads)
         return min(_MOST_SPLITS, _power_of_two(max(to_fill, math.ceil(max_context / _POSITIONS_PER_SPLIT))))
 
+    def all_decode_splits(self, num_sequences: int, max_context: int) -> list[int]:
+        """See `DecodeBackend`: the powers of two between those of the shortest and the longest context."""
+        least, most = self.decode_splits(num_sequences, 1), self.decode_splits(num_sequences, max_context)
+        return [1 << power for power in range(least.bit_length() - 1, most.bit_length())]
+
     def chunk_contexts(self, max_context: int) -> list[int]:
         """See `DecodeBackend`. Of chunks that are one tile, which are split the most."""
         doubled = (1 << power for power in range(1, max_context.bit_length()))

@@ -27,6 +27,7 @@ def load_runner(
     attention_backend: str = "auto",
     sliding_window: int | None = None,
     attention_sinks: int = 0,
+    enforce_eager: bool = False,
 ) -> TorchRunner:
     """A Hugging Face directory or a GGUF file, loaded. Call it on the thread that will run the steps.
 
@@ -42,6 +43,7 @@ def load_runner(
     - attention_backend: on CUDA; "auto" is "triton", "reference" is plain torch, "flashinfer" needs the package of that name.
     - sliding_window: most positions that any layer sees, its own windows if they are shorter; attention_sinks: first positions that
       layers with a window see as well.
+    - enforce_eager: on CUDA; decode steps are launched operation by operation, not from graphs.
 
     Raises ModelError (a ValueError), with a sentence for the operator.
     """
@@ -65,6 +67,7 @@ def load_runner(
         attention_backend=attention_backend,
         sliding_window=sliding_window,
         attention_sinks=attention_sinks,
+        enforce_eager=enforce_eager,
     )
     runner = make_runner(load_checkpoint(path), settings)
     trim()

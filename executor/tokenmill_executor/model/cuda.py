@@ -5,7 +5,7 @@ Must not know: what is captured, sequences, batches. Without Triton torch's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -13,17 +13,16 @@ import torch
 from tokenmill_executor.attention.backend import CacheShape, DecodeBackend
 from tokenmill_executor.attention.choice import choose_attention
 from tokenmill_executor.attention.rotation import rotated, rotated_decodes
+from tokenmill_executor.model.capture import cuda_capture
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.cuda_decodes import CudaDecodes
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.device import CudaClock, CudaDownload
-from tokenmill_executor.model.graphs import Capture, GraphedDecoder, Replay
+from tokenmill_executor.model.graphs import Capture, GraphedDecoder, run_eagerly
 from tokenmill_executor.model.linear import LinearMaker, make_linear
 from tokenmill_executor.model.ops import Ops
 from tokenmill_executor.model.port import DecodeModel
 from tokenmill_executor.sampling import MakeDraws, TorchDraws
-
-_WARM_UPS = 2
 
 
 def cuda_model(
@@ -36,14 +35,18 @@ def cuda_model(
     kv_cache_dtype: str = "auto",
     attention_backend: str = "auto",
     linear: LinearMaker = make_linear,
+    enforce_eager: bool = False,
 ) -> DecodeModel:
-    """See `choose_attention` for `attention_backend`; with "reference" all of it is torch. `linear` is the decoder's."""
+    """See `choose_attention` for `attention_backend`; with "reference" all of it is torch. `linear` is the decoder's.
+
+    With `enforce_eager` nothing is captured, but kernels are compiled at the same time and steps are the same.
+    """
     shape = CacheShape.of(config, dtype, device, kv_cache_dtype)
     attention, ops = choose_attention(attention_backend, shape), None if attention_backend == "reference" else _ops()
     if isinstance(attention, DecodeBackend):
         decodes = rotated_decodes(attention, shape)
         decoder = Decoder(config, tensors, dtype, device, max_model_len, lambda _: decodes, ops, kv_cache_dtype, linear)
-        return GraphedDecoder(decoder, decodes, partial(cuda_capture, device), max_num_seqs, max_model_len)
+        return GraphedDecoder(decoder, decodes, lambda: _capture(device, enforce_eager), max_num_seqs, max_model_len)
     turned = rotated(attention, shape)
     return Decoder(config, tensors, dtype, device, max_model_len, lambda _: turned, ops, kv_cache_dtype, linear)
 
@@ -73,22 +76,5 @@ def _ops() -> Ops | None:
     return TritonOps()
 
 
-def cuda_capture(device: torch.device) -> Capture:
-    """Graphs share one pool of memory: they are replayed one after another, and leave nothing there that is read after the next."""
-    pool = torch.cuda.graph_pool_handle()
-    # Its own, and one for all: on each stream that it is used on, cuBLAS makes itself a workspace.
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def capture(compute: Callable[[], None]) -> Replay:
-        # Not captured at first: kernels are compiled and libraries make their workspaces, which a capture may not see.
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                compute()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            compute()
-        return graph.replay
-
-    return capture
+def _capture(device: torch.device, enforce_eager: bool) -> Capture:
+    return run_eagerly if enforce_eager else cuda_capture(device)

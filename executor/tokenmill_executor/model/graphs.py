@@ -4,6 +4,10 @@ A graph is captured for a number of sequences, padded upwards, and a way to spli
 and are filled anew before each replay, the tokens from the host or from where the step before has sampled them. All of it is queued
 behind the work that the device has. Whatever is not one sampled token for each sequence goes to the decoder as it is.
 
+All graphs are captured at the start: in service a capture would have every stream wait. On an H200 with 8 KV heads and up to 256
+sequences they are 18 for contexts of 8k tokens, 33 for 32k, 52 for 128k, and hold the memory of the largest between them. What
+cannot be captured runs launch by launch.
+
 Must not know: how layers are computed, CUDA itself (`Capture` does), sampling.
 """
 
@@ -12,8 +16,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import numpy as np
+import structlog
 import torch
 
 from tokenmill_executor.attention.backend import DecodeBackend, DecodeInputs
@@ -21,14 +27,29 @@ from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.runner import Batch, BlockGroup, Int32Array
 from tokenmill_executor.upload import upload_into
 
+log = structlog.get_logger(__name__)
+
 Replay = Callable[[], None]
-# Takes a computation on tensors that stay where they are, runs it, and returns what runs it again.
+# Takes a computation on tensors that stay where they are, runs it, and returns what runs it again. Raises CaptureFailed, or
+# MemoryError: what has no room for graphs now has none for large steps later, so it is not made up for.
 Capture = Callable[[Callable[[], None]], Replay]
 
 # Larger decodes are bound by arithmetic, beside which launches count little.
 _MOST_SEQUENCES = 512
 _TOKENS, _POSITIONS, _CONTEXTS = range(3)
 _NO_SLOT = -1
+# Of captures between two lines in the log: some seconds.
+_TOLD_EVERY = 16
+
+
+class CaptureFailed(Exception):
+    """A computation runs but cannot be captured; the device, its streams and its memory are as before."""
+
+
+def run_eagerly(compute: Callable[[], None]) -> Replay:
+    """A `Capture` that captures nothing. Kernels are compiled now all the same, and not while streams wait."""
+    compute()
+    return compute
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
@@ -41,7 +62,8 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 class GraphedDecoder:
     """A `Model`: `decoder`, whose attention is `attention`, with its decode steps from graphs.
 
-    `make_capture` is called for each new cache: what was captured before, and its memory, is let go first.
+    `make_capture` is called for each new cache: what was captured before, and its memory, is let go first. Once a capture has
+    failed, the rest of the steps, and all of those on a later cache, are run eagerly.
     """
 
     def __init__(
@@ -51,7 +73,7 @@ class GraphedDecoder:
         self._decoder = decoder
         self._attention = attention
         self._make_capture = make_capture
-        self._capture: Capture | None = None
+        self._gave_up = False
         self._sizes = padded_sizes(max_num_seqs)
         self._max_model_len = max_model_len
         self._replays: dict[tuple[int, int], Replay] = {}
@@ -67,12 +89,12 @@ class GraphedDecoder:
         return self._decoder.block_bytes(block_size)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Makes the KV cache and, for it, the graphs of short contexts; those of longer ones are captured when they first come.
+        """Makes the KV cache and, for it, all graphs. Raises what `Capture` raises but CaptureFailed.
 
         Chunks are run in each way that they are split, so that their kernels are compiled here and not while streams wait.
         """
         self._replays.clear()  # they hold the addresses of the cache that goes
-        self._inputs, self._capture, self._logits = None, None, torch.empty(0)
+        self._inputs, self._logits = None, torch.empty(0)
         self._decoder.allocate(num_blocks, block_size)
         self.block_size = block_size
         if num_blocks == 0:
@@ -80,10 +102,7 @@ class GraphedDecoder:
         blocks = -(-self._max_model_len // block_size)
         self._inputs = _Inputs(len(self.block_groups), self._sizes[-1], blocks, self._decoder.device)
         self._logits = torch.empty((self._sizes[-1], self.config.vocab_size), device=self._decoder.device)
-        self._capture = self._make_capture()
-        # The largest first: the smaller ones then find room in its memory.
-        for size in reversed(self._sizes):
-            self._replay_for(size, self._attention.decode_splits(size, 1))
+        self._capture_all(self._inputs)
         for context in self._attention.chunk_contexts(self._max_model_len):
             self._try_chunk(context)
 
@@ -112,18 +131,43 @@ class GraphedDecoder:
         assert self._inputs is not None, "allocate comes first"
         count = len(batch.context_lens)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
-        replay = self._replay_for(size, self._attention.decode_splits(size, int(batch.context_lens.max())))
+        splits = self._attention.decode_splits(size, int(batch.context_lens.max()))
         self._inputs.fill(batch, size, token_ids)
-        replay()
+        # One that is not there is not captured now, in the midst of service.
+        run = self._replays.get((size, splits)) or partial(self._compute, size, splits)
+        run()
         return self._logits[:count]
 
-    def _replay_for(self, size: int, splits: int) -> Replay:
-        if (size, splits) not in self._replays:
-            assert self._inputs is not None
-            assert self._capture is not None
-            self._inputs.clear(size)
-            self._replays[size, splits] = self._capture(lambda: self._compute(size, splits))
-        return self._replays[size, splits]
+    def _capture_all(self, inputs: _Inputs) -> None:
+        # The largest first: the smaller ones then find room in its memory.
+        kinds = [
+            (size, splits)
+            for size in reversed(self._sizes)
+            for splits in reversed(self._attention.all_decode_splits(size, self._max_model_len))
+        ]
+        capture = run_eagerly if self._gave_up else self._make_capture()
+        for done, (size, splits) in enumerate(kinds, 1):
+            compute = partial(self._compute, size, splits)
+            inputs.clear(size)
+            try:
+                replay = capture(compute)
+            except CaptureFailed as error:
+                self._give_up(str(error), done - 1, len(kinds))
+                capture = run_eagerly
+                replay = capture(compute)
+            self._replays[size, splits] = replay
+            if done % _TOLD_EVERY == 0 or done == len(kinds):
+                log.info("decode steps prepared", done=done, of=len(kinds), captured=capture is not run_eagerly)
+
+    def _give_up(self, reason: str, captured: int, of: int) -> None:
+        self._gave_up = True
+        log.warning(
+            "CUDA graphs unused",
+            reason=reason,
+            captured=captured,
+            of=of,
+            instead="decode steps are launched operation by operation, as with --enforce-eager, which takes longer",
+        )
 
     @torch.inference_mode()
     def _try_chunk(self, context: int) -> None:

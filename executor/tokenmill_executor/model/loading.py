@@ -52,6 +52,7 @@ class LoadSettings:
     attention_backend: str = "auto"
     sliding_window: int | None = None
     attention_sinks: int = 0
+    enforce_eager: bool = False
 
 
 def make_runner(checkpoint: Checkpoint, settings: LoadSettings) -> TorchRunner:
@@ -102,6 +103,7 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
             settings.kv_cache_dtype,
             settings.attention_backend,
             QUANTIZED_LINEARS.get(settings.quantization or "", make_linear),
+            settings.enforce_eager,
         )
     kv_cache_dtype = settings.kv_cache_dtype
     return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, kv_cache_dtype=kv_cache_dtype)

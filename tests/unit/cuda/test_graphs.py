@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from tokenmill_executor.attention.backend import CacheShape
 from tokenmill_executor.attention.rotation import rotated_decodes
 from tokenmill_executor.attention.triton_backend import Tiling, TritonAttention
 from tokenmill_executor.model.config import ModelConfig, config_from_hf
+from tokenmill_executor.model.cuda import cuda_model
 from tokenmill_executor.model.decoder import Decoder
-from tokenmill_executor.model.graphs import GraphedDecoder, Replay, padded_sizes
+from tokenmill_executor.model.graphs import CaptureFailed, GraphedDecoder, Replay, padded_sizes
 from tokenmill_executor.model.triton_ops import TritonOps
 
 from tests.fakes.batches import Blocks, Track
@@ -27,13 +29,17 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 32, 4, 64
 
 
 class FakeDevice:
-    """Counts; `log` has the number of a graph for each replay."""
+    """Counts; `log` has the number of a graph for each replay. No more than `most` can be captured, for `reason`."""
 
     def __init__(self) -> None:
         self.captured = 0
         self.log: list[int] = []
+        self.most = 1000
+        self.reason: Exception = CaptureFailed("operation not permitted when stream is capturing")
 
     def capture(self, compute: Callable[[], None]) -> Replay:
+        if self.captured == self.most:
+            raise self.reason
         number, self.captured = self.captured, self.captured + 1
         compute()
 
@@ -54,6 +60,7 @@ class Pair:
         kv_cache_dtype: str = "auto",
         num_processors: int = 1,
         chunk: Tiling | None = None,
+        device: FakeDevice | None = None,
         **changes: Any,
     ) -> None:
         model = random_model(family, **TINY_SIZES, **changes)
@@ -67,7 +74,7 @@ class Pair:
         self.triton = TritonAttention(shape, num_processors, chunk=chunk)
         self.attention = rotated_decodes(self.triton, shape)
         decoder = Decoder(*given, lambda _: self.attention, TritonOps(), kv_cache_dtype)
-        self.device = FakeDevice()
+        self.device = device or FakeDevice()
         self.graphed = GraphedDecoder(decoder, self.attention, lambda: self.device.capture, max_num_seqs, MAX_MODEL_LEN)
         self.allocate()
 
@@ -168,18 +175,107 @@ def test_a_step_that_is_no_plain_decode_goes_to_the_decoder() -> None:
     assert pair.device.log == []
 
 
-def test_long_contexts_get_a_graph_of_their_own_when_they_first_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_have_graphs_of_their_own_before_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill_executor.attention.triton_backend._POSITIONS_PER_SPLIT", 16)
     pair = Pair(max_num_seqs=4)
+    # Of up to 64 positions: for 4 and for 2 sequences in four, two and one parts, for 1 in four and two.
+    assert pair.device.captured == 8
     long, short = pair.tracks(31, 3)
     pair.step((long, 31), (short, 3))
-    captured = pair.device.captured
     pair.step((long, 1), (short, 1))
     pair.step((short, 1), (long, 1))  # 33 positions: three parts of 16, so two splits still
-    assert pair.device.captured == captured + 1
     pair.step((short, 1))
-    assert pair.device.log == [captured, captured, 2]
+    assert pair.device.log == [4, 4, 7]
+    assert pair.device.captured == 8
     pair.check_caches()
+
+
+@pytest.mark.parametrize(("max_model_len", "graphs"), [(8192, 18), (32_768, 33), (131_072, 52)])
+def test_all_graphs_are_some_dozens(max_model_len: int, graphs: int) -> None:
+    """Of Llama 3 8B on an H200, with the default of 256 sequences."""
+    shape = CacheShape(32, 32, 8, 128, (None,) * 32, torch.bfloat16, CPU)
+    attention = TritonAttention(shape, num_processors=132)
+    counts = {size: attention.all_decode_splits(size, max_model_len) for size in padded_sizes(256)}
+    assert sum(map(len, counts.values())) == graphs
+    for size, splits in counts.items():
+        assert splits == sorted({attention.decode_splits(size, context) for context in range(1, max_model_len + 1, 7)})
+
+
+def test_a_graph_that_is_not_there_is_run_and_not_captured_in_mid_service() -> None:
+    pair = Pair(max_num_seqs=2)
+    first, second = pair.tracks(5, 6)
+    pair.step((first, 5), (second, 6))
+    del pair.graphed._replays[2, 1]
+    pair.step((first, 1), (second, 1))
+    pair.step((first, 1))
+    assert (pair.device.captured, pair.device.log) == (2, [1])
+    pair.check_caches()
+
+
+def test_where_a_capture_fails_steps_run_without_from_there_on_and_one_line_says_so() -> None:
+    """On a later cache, such as the one behind the measurement of memory, none is tried any more."""
+    device = FakeDevice()
+    device.most = 2
+    with structlog.testing.capture_logs() as logs:
+        pair = Pair(max_num_seqs=6, device=device)
+    tracks = pair.tracks(5, 6, 7, 8, 9, 4)
+    pair.step(*((track, len(track.tokens)) for track in tracks))
+    pair.step(*((track, 1) for track in tracks))
+    pair.step(*((track, 1) for track in tracks[:2]))
+    pair.step((tracks[4], 1))
+    assert device.log == [0]
+    pair.check_caches()
+    with structlog.testing.capture_logs() as more:
+        pair.allocate()
+    pair.step(*((track, 3) for track in pair.tracks(3, 3)))
+    assert device.captured == 2
+    warnings = [line for line in logs + more if line["log_level"] == "warning"]
+    assert [(line["event"], line["reason"], line["captured"], line["of"]) for line in warnings] == [
+        ("CUDA graphs unused", "operation not permitted when stream is capturing", 2, 4)
+    ]
+
+
+def test_enforced_eager_steps_are_those_of_the_decoder_and_compiled_before_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made as for CUDA; what captures is never asked, and the model still takes several steps without the host."""
+    monkeypatch.setattr("tokenmill_executor.attention.triton_backend._count_processors", lambda _: 1)
+    compiled: list[int] = []
+    run = TritonAttention._attend
+
+    def attend(self: TritonAttention, layer: int, query: torch.Tensor, out: torch.Tensor, launch: Any) -> None:
+        compiled.append(len(launch.sequences))
+        run(self, layer, query, out, launch)
+
+    monkeypatch.setattr(TritonAttention, "_attend", attend)
+    pair = Pair(max_num_seqs=2)
+    tensors = random_model("qwen3", **TINY_SIZES).state_dict()
+    compiled.clear()
+    model = cuda_model(pair.config, tensors, torch.float32, CPU, MAX_MODEL_LEN, 2, enforce_eager=True)
+    assert isinstance(model, GraphedDecoder)
+    model.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    assert {1, 2} <= set(compiled)
+    pair.graphed = model
+    first, second = pair.tracks(5, 6)
+    pair.step((first, 5), (second, 6))
+    pair.step((first, 1), (second, 1))
+    pair.step((second, 1))
+    pair.check_caches()
+
+
+def test_no_memory_for_graphs_is_no_reason_to_go_on_without() -> None:
+    device = FakeDevice()
+    device.most, device.reason = 1, MemoryError("cuda:0 has no room for CUDA graphs")
+    with pytest.raises(MemoryError, match="no room"):
+        Pair(device=device)
+
+
+def test_the_log_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill_executor.model.graphs._TOLD_EVERY", 3)
+    with structlog.testing.capture_logs() as logs:
+        Pair(max_num_seqs=6)
+    assert [(line["event"], line["done"], line["of"]) for line in logs] == [
+        ("decode steps prepared", 3, 4),
+        ("decode steps prepared", 4, 4),
+    ]
 
 
 def test_a_new_cache_gets_new_graphs_and_none_takes_them_away() -> None:

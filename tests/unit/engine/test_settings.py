@@ -163,3 +163,44 @@ def test_a_loaded_engine_has_the_host_tier_that_was_asked_for() -> None:
     tier = Loader(settings).load().host_tier
     assert tier is not None
     assert tier.num_blocks == 5
+
+
+class FullRunner(OracleRunner):
+    """Of a device that has no room for the one or the other."""
+
+    full: str = ""
+
+    def available_bytes(self) -> int:
+        return self._room("steps", super().available_bytes())
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        self._room("graphs", 0)
+        super().allocate(num_blocks, block_size)
+
+    def _room(self, what: str, found: int) -> int:
+        if what == self.full:
+            raise MemoryError(f"cuda:0 has no room for {what}")
+        return found
+
+
+@pytest.mark.parametrize(
+    ("full", "advice"),
+    [
+        ("steps", "lower --max-num-batched-tokens or --max-num-seqs: cuda:0 has no room for steps"),
+        (
+            "graphs",
+            "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --kv-offloading-size: cuda:0 has no room for graphs",
+        ),
+    ],
+)
+def test_a_device_without_room_is_a_matter_of_settings(full: str, advice: str) -> None:
+    runner = FullRunner()
+    runner.full = full
+    with pytest.raises(SettingsError, match=advice):
+        Loader(parse_settings(MODEL, {}), lambda _: runner).load()
+
+
+def test_eager_steps_are_asked_for_as_in_vllm() -> None:
+    assert not parse_settings(MODEL, {}).enforce_eager
+    assert parse_settings([*MODEL, "--enforce-eager"], {}).enforce_eager
+    assert parse_settings(MODEL, {"TOKENMILL_ENFORCE_EAGER": "true"}).enforce_eager
