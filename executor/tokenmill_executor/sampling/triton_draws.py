@@ -77,7 +77,7 @@ def draw_kernel(
     greedy,  # [rows] int64: the token where temperature is 0
     maxima,  # [rows] float32, of the logits
     logits,  # [rows, VOCAB_SIZE] float32
-    params,  # [4, rows] float64: see `_packed_params`
+    packed,  # [4, rows] float64: see `_packed_params`; `params` is a name that Triton's own code around a kernel takes
     uniform,  # [rows] float64
     logits_stride,
     VOCAB_SIZE: tl.constexpr,
@@ -85,13 +85,13 @@ def draw_kernel(
 ):
     """A program for each row. One that is not all numbers keeps the token it has, which means nothing."""
     index, rows = tl.program_id(0), tl.num_programs(0)
-    temperature = tl.load(params + _TEMPERATURE * rows + index).to(tl.float32)
+    temperature = tl.load(packed + _TEMPERATURE * rows + index).to(tl.float32)
     token, largest = tl.load(greedy + index), tl.load(maxima + index)
     if (temperature > 0) & (tl.abs(largest) < float("inf")):
         row = logits + index.to(tl.int64) * logits_stride
         scale = _LOG2_E / temperature
-        top_k = tl.load(params + _TOP_K * rows + index)
-        top_p = tl.load(params + _TOP_P * rows + index)
+        top_k = tl.load(packed + _TOP_K * rows + index)
+        top_p = tl.load(packed + _TOP_P * rows + index)
         # Bits of the distance at which the last kept token lies. Those of infinity: all are kept.
         farthest = tl.full([], 0x7F800000, tl.int32)
         if (top_k > 0) & (top_k < VOCAB_SIZE):
@@ -99,7 +99,7 @@ def draw_kernel(
         if top_p < 1:
             wanted = top_p * _sum_within(row, largest, scale, farthest, False, VOCAB_SIZE, BLOCK)
             farthest = _search(row, largest, scale, farthest, wanted, False, VOCAB_SIZE, BLOCK)
-        farthest = tl.minimum(farthest, tl.load(params + _MIN_P * rows + index).to(tl.int32))
+        farthest = tl.minimum(farthest, tl.load(packed + _MIN_P * rows + index).to(tl.int32))
         target = tl.load(uniform + index) * _sum_within(row, largest, scale, farthest, False, VOCAB_SIZE, BLOCK)
         token = _invert(row, largest, scale, farthest, target, VOCAB_SIZE, BLOCK).to(tl.int64)
     tl.store(tokens + index, token)

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 HOPPER = GPUTarget("cuda", 90, 32)
 INTEGERS = dict.fromkeys(("block_tables", "query_starts", "context_lens", "tile_sequences", "tile_firsts", "slots"), "*i32")
 WIDE = dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32")
-ROWS = {"tokens": "*i64", "greedy": "*i64", "maxima": "*fp32", "logits": "*fp32", "params": "*fp64", "uniform": "*fp64"}
+ROWS = {"tokens": "*i64", "greedy": "*i64", "maxima": "*fp32", "logits": "*fp32", "packed": "*fp64", "uniform": "*fp64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32", **dict.fromkeys(("table_stride", "size", "logits_stride"), "i32")}
 NUMBERS |= dict.fromkeys(("query_stride", "key_stride", "value_stride", "row_stride"), "i32")
 UNALIGNED = ("scale", "eps", "table_stride", "uniform")
