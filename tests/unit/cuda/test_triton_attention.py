@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenmill_executor.attention.backend import AttentionBatch, CacheShape
@@ -168,3 +169,33 @@ def test_erase_makes_zeros_of_some_slots() -> None:
     pair.triton.erase(slots[[3, 4]])
     stored = pair.triton._keys[0].codes.flatten(0, 1)[slots]
     assert stored.abs().sum(dim=(1, 2)).eq(0).tolist() == [row in (3, 4) for row in range(10)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_cache_of_more_numbers_than_int32_counts_is_written_and_read_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
+) -> None:
+    """As of a small model on a large device. Memory that nobody touches costs nothing, so the cache is not zeroed here."""
+    shape = replace(cache_shape(2, 1, 16, (None,), torch.float16), kv_cache_dtype=kv_cache_dtype)
+    num_blocks, length = (1 << 31) // (16 * 16) + 4, 40
+    backend, small = TritonAttention(shape, num_processors=4), TritonAttention(shape, num_processors=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", torch.empty)
+        backend.allocate(num_blocks, 16)
+    small.allocate(8, 16)
+    heads = torch.randn(3, length, 2, 16, generator=torch.Generator().manual_seed(0)).half()
+    found = []
+    for attention, first in ((small, 0), (backend, num_blocks - 4)):
+        table = np.array([[range(first + 1, first + 4)]], dtype=np.int32)
+        for count in (length - 1, 1):
+            start = 0 if count > 1 else length - 1
+            positions = np.arange(start, start + count)
+            slots = torch.from_numpy(table[0, 0, positions // 16] * np.int64(16) + positions % 16)[None]
+            attention.prepare(
+                AttentionBatch(np.array([0, count], dtype=np.int32), np.array([start + count], dtype=np.int32), table, slots)
+            )
+            attention.write_kv(0, heads[0, positions, :1], heads[1, positions, :1])
+            found.append(attention.attend(0, heads[2, positions]))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert found[0].abs().amax() > 0.1
