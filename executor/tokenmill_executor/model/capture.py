@@ -6,6 +6,7 @@ Must not know: what is computed, when it is run again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -21,8 +22,7 @@ _broken: list[torch.cuda.CUDAGraph] = []
 def cuda_capture(device: torch.device) -> Capture:
     """Graphs share one pool of memory: they are replayed one after another, and leave nothing there that is read after the next."""
     pool = torch.cuda.graph_pool_handle()
-    # Its own, and one for all: on each stream that it is used on, cuBLAS makes itself a workspace.
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _side_stream(device)
 
     def capture(compute: Callable[[], None]) -> Replay:
         outside = torch.cuda.current_stream(device)
@@ -46,6 +46,12 @@ def cuda_capture(device: torch.device) -> Capture:
         return graph.replay
 
     return capture
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: on each cuBLAS makes itself a workspace, which was there when memory was measured for the cache."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _end_allocation(device: torch.device, pool: tuple[int, int]) -> bool:

@@ -62,7 +62,7 @@ def watch(wanted: set[tuple[str, str]]) -> None:
     triton_backend._count_processors = lambda _: 132  # type: ignore[assignment]
     # What no kernel writes is to be numbers.
     torch.empty = torch.zeros  # type: ignore[assignment]
-    torch.empty_like = torch.zeros_like  # type: ignore[assignment]
+    torch.empty_like = torch.zeros_like
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
 
 

@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -113,6 +114,7 @@ class FakeGraph:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
+    monkeypatch.setattr(capture_module, "_side_stream", cache(capture_module._side_stream.__wrapped__))
     monkeypatch.setattr(capture_module, "_broken", [])
     faked: dict[str, Any] = {
         "graph_pool_handle": lambda: (0, 1),
@@ -139,6 +141,15 @@ def test_a_computation_is_run_twice_before_it_is_captured_on_another_stream(cuda
     assert (cuda.current, cuda.recording) == (cuda.default, [])
     replay()
     assert len(seen) == 3
+
+
+def test_all_captures_are_on_one_stream(cuda: FakeCuda) -> None:
+    """Also those of another cache, which was sized with what libraries have on that stream."""
+    streams: list[object] = []
+    for _ in range(2):
+        cuda_capture(DEVICE)(lambda: streams.append(cuda.current))
+    assert len(streams) == 6
+    assert len(set(streams)) == 1
 
 
 def test_a_failed_capture_leaves_stream_and_pool_in_order(cuda: FakeCuda) -> None:
