@@ -46,8 +46,9 @@ def test_missing_kernels_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logs[0]["reason"] == "not built"
 
 
+@needs_kernels
 @pytest.mark.parametrize(("block_size", "kv_cache_dtype", "reason"), [(8, "auto", "blocks of 16"), (16, "fp8", "no fp8 KV cache")])
-def test_quantised_weights_without_kernels_are_an_error(block_size: int, kv_cache_dtype: str, reason: str) -> None:
+def test_quantised_weights_that_the_kernels_cannot_run_are_an_error(block_size: int, kv_cache_dtype: str, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         choose_kernels(small_config(), {}, CpuChoice(64, block_size, "int8", kv_cache_dtype))
 

@@ -184,6 +184,16 @@ def test_a_poisoned_sequence_shows_and_harms_no_other(quantization: str | None, 
     assert torch.isnan(found[1]).any()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+def test_a_value_that_is_not_a_number_shows(kv_cache_dtype: str) -> None:
+    config = small_config(qkv_bias=True, num_layers=1)
+    tensors = random_tensors(config)
+    tensors["model.layers.0.self_attn.v_proj.bias"][:] = torch.nan
+    model = cpu_model(config, tensors, kv_cache_dtype=kv_cache_dtype)
+    batch = make_batch([(random_tokens(config, 20, 1), 20, scattered_tables(1, 64)[0])])
+    assert torch.isnan(model.forward(batch)).all()
+
+
 def test_sinks_stay_visible_past_a_window() -> None:
     """Equal to full attention where sinks and window together cover the context, else not."""
     config = small_config(windows=(24, 24), sinks=20)

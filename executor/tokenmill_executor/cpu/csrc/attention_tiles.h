@@ -172,18 +172,19 @@ struct Int8Cache {
     TM_INLINE void finish_probabilities(const KeyTile& t, Scratch& s, int r) {
         float* const p = s.scores + r * kTileKeys;
         QuadFactor* const codes = s.p_codes + r * kDigits * kTileKeys;
-        Floats top = zeros();
+        Floats top = zeros(), poison = zeros();
         for (int c = 0; c < t.blocks; c++) {
             // Scales beyond the last key may be anything.
             const Floats scaled = mul(load(p + c * kBlock), load(t.v_scales[c]));
             const Floats x = keep_between(scaled, t.first + c * kBlock, 0, t.end, zeros());
             top = max(x, top);
+            poison = fma(x, zeros(), poison);
             store(p + c * kBlock, x);
         }
         const float most = largest(top);
         const Floats inverse = splat(most > 0 ? kMostUnsigned / most : 0);
         for (int c = 0; c < t.blocks; c++) store_unsigned(codes + c * kBlock, kTileKeys, mul(load(p + c * kBlock), inverse));
-        s.p_units[r] = most / kMostUnsigned;
+        s.p_units[r] = most / kMostUnsigned + sum(poison);
     }
 
     template <int R, int C>

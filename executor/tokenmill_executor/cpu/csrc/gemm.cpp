@@ -76,7 +76,7 @@ struct Panel {
     const Output& out;
     const Gate& gate;
     int panel;
-    int64_t ahead;  // bytes from what is read to what is fetched; the next tile fetches other lines
+    int64_t ahead;  // bytes from what is read to what is fetched; other tiles fetch other lines
 
     template <int R>
     void run(int row) {
@@ -92,7 +92,6 @@ struct Panel {
         }
         if (!gate.pass()) return;
         TM_EACH(r, R) finish_row(w, out, row + r, panel, found[r]);
-        ahead += kFetches * kLine;
     }
 };
 

@@ -280,15 +280,10 @@ TM_INLINE __m256i to_int8_half(Floats a, Floats b) {
     return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
 }
 TM_INLINE Ints to_int8(const Floats (&x)[4]) { return {to_int8_half(x[0], x[1]), to_int8_half(x[2], x[3])}; }
-TM_INLINE void store_uint8(uint8_t* p, Floats x) {
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
-    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
-}
 TM_INLINE Floats to_whole(Floats x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(x.low, nearest), _mm256_round_ps(x.high, nearest)};
 }
-TM_INLINE Floats to_floor(Floats x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
 
 TM_INLINE __m256 in_order(__m256 a) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(a), 0xd8)); }
 TM_INLINE Floats evens(Floats a, Floats b) {
