@@ -50,7 +50,10 @@ def test_rows_are_read_alone_and_the_pages_of_the_file_given_back(tmp_path: Path
     write_model(tmp_path / "model.gguf", "llama", model)
     name = "model.layers.1.self_attn.q_proj.weight"
     whole = model.state_dict()[name]
-    for path, file in ((tmp_path / "hf", "model.safetensors"), (tmp_path / "model.gguf", "model.gguf")):
+    for path, file in (
+        (tmp_path / "hf", tmp_path / "hf" / "model.safetensors"),
+        (tmp_path / "model.gguf", tmp_path / "model.gguf"),
+    ):
         tensors = load_checkpoint(path).tensors
         assert isinstance(tensors, LazyTensors)
         rows = tensors.rows(name)
@@ -60,12 +63,12 @@ def test_rows_are_read_alone_and_the_pages_of_the_file_given_back(tmp_path: Path
         assert resident_bytes(file) == 0, path
 
 
-def resident_bytes(file_name: str) -> int:
-    """Of what this process has mapped of files of that name."""
+def resident_bytes(file: Path) -> int:
+    """Of what this process has mapped of the file: other tests' may be mapped still."""
     size, mapped = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            mapped = line.endswith(f"/{file_name}")
+            mapped = line.endswith(f" {file}")
         elif mapped and line.startswith("Rss:"):
             size += int(line.split()[1]) * 1024
     return size
