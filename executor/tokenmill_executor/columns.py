@@ -5,14 +5,12 @@ Must not know: the pool, runners' insides, how a step is made.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import TypeVar
+from itertools import chain
 
 from tokenmill_executor.records import Fault
 from tokenmill_executor.runner import SampledLogprobs
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -20,36 +18,35 @@ class Columns:
     """One entry for each of the plan's advances, and what all its `steps` so far have taken."""
 
     num_computed: list[int]
-    num_sampled: list[int]
     finishes: list[int]
     num_cached: list[int]
+    # Of each entry, as they were made.
+    _tokens: list[list[int]]
+    _logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     steps: int = 0
     forward_s: float = 0.0
     sample_s: float = 0.0
-    # As they were made; each with the entry of its sequence.
-    _tokens: list[tuple[int, int]] = field(default_factory=list)
-    _logprobs: list[tuple[int, SampledLogprobs]] = field(default_factory=list)
 
     @classmethod
     def of(cls, entries: int) -> Columns:
-        return cls([0] * entries, [0] * entries, [0] * entries, [0] * entries)
+        return cls([0] * entries, [0] * entries, [0] * entries, [[] for _ in range(entries)])
 
-    def sampled(self, entry: int, token_id: int, logprobs: SampledLogprobs | None) -> None:
-        self.num_sampled[entry] += 1
-        self._tokens.append((entry, token_id))
-        if logprobs is not None:
-            self._logprobs.append((entry, logprobs))
+    def sampled(self, entry: int, token_ids: Iterable[int], logprobs: Iterable[SampledLogprobs]) -> None:
+        self._tokens[entry] += token_ids
+        if logprobs:
+            self._logprobs.setdefault(entry, []).extend(logprobs)
+
+    @property
+    def num_sampled(self) -> list[int]:
+        return [len(tokens) for tokens in self._tokens]
 
     @property
     def token_ids(self) -> list[int]:
         """A sequence's tokens side by side, in the order of the sequences."""
-        return [token_id for _, token_id in self._by_sequence(self._tokens)]
+        return list(chain.from_iterable(self._tokens))
 
     @property
     def logprobs(self) -> list[SampledLogprobs]:
-        return [logprobs for _, logprobs in self._by_sequence(self._logprobs)]
-
-    def _by_sequence(self, made: list[tuple[int, T]]) -> list[tuple[int, T]]:
-        """One step makes them in this order, several do it again and again."""
-        return made if self.steps <= 1 else sorted(made, key=itemgetter(0))
+        """Of those tokens that have some, in the same order."""
+        return [logprobs for entry in sorted(self._logprobs) for logprobs in self._logprobs[entry]]

@@ -15,10 +15,10 @@ from tokenmill_executor.blocks import BlockPool
 from tokenmill_executor.columns import Columns
 from tokenmill_executor.host_tier import HostTier
 from tokenmill_executor.interrupt import Interrupt
-from tokenmill_executor.parts import Part, compute_in_parts
+from tokenmill_executor.parts import Part, Sampled, compute_in_parts
 from tokenmill_executor.prefix import PrefixHasher
 from tokenmill_executor.records import Admission, Blocks, Fault, Plan, Result, SequenceFault, SequenceFinish, Standing, StepTimes
-from tokenmill_executor.runner import Runner, StepOutput
+from tokenmill_executor.runner import Runner
 from tokenmill_executor.sequence_blocks import SequenceBlocks
 from tokenmill_executor.sequences import Limits, Sequence, admission_error
 
@@ -216,34 +216,26 @@ class Engine:
         if part.error:
             self._fail(part.advances[0].sequence, SequenceFault.ERROR, part.error, columns.faults)
             return
-        samples = dict(zip(part.sample_rows, range(len(part.sample_rows)), strict=True))
+        samples = dict(zip(part.sample_rows, part.tokens_by_sample(), strict=True))
         for row, advance in enumerate(part.advances):
             if row in samples:
-                self._collect_tokens(advance, samples[row], part.outputs, columns)
+                self._collect_tokens(advance, samples[row], columns)
             else:
                 self._keep(advance, advance.end, columns)
 
-    def _collect_tokens(self, advance: Advance, sample: int, outputs: SequenceOf[StepOutput], columns: Columns) -> None:
-        """Of a sequence that is the runner's `sample`, up to its end: what later steps say of it means nothing."""
-        sequence, end, finish, error = advance.sequence, advance.end, SequenceFinish.NONE, None
-        computed = advance.start
-        for output in outputs:
-            error = output.errors.get(sample)
-            if error is not None:
-                break
-            computed, end = end, end + 1
-            columns.sampled(advance.entry, output.token_ids[sample], output.logprobs.get(sample))
-            finish = sequence.append(output.token_ids[sample])
-            if finish is not SequenceFinish.NONE:
-                break
+    def _collect_tokens(self, advance: Advance, sampled: Sampled, columns: Columns) -> None:
+        """Of one sequence, up to its end: what later steps say of it means nothing."""
+        sequence = advance.sequence
+        taken, finish = sequence.take(sampled.token_ids)
+        columns.sampled(advance.entry, taken, sampled.logprobs[: len(taken)])
         # What a sequence at fault has computed is not to be trusted, least of all by others.
-        if computed > advance.start:
-            self._keep(advance, computed, columns)
-        if error is not None:
-            self._fail(sequence, SequenceFault.ERROR, error, columns.faults)
-        elif finish is not SequenceFinish.NONE:
+        if taken:
+            self._keep(advance, advance.end + len(taken) - 1, columns)
+        if finish is not SequenceFinish.NONE:
             columns.finishes[advance.entry] = finish
             self._drop(sequence)
+        elif sampled.error:
+            self._fail(sequence, SequenceFault.ERROR, sampled.error, columns.faults)
 
     def _keep(self, advance: Advance, end: int, columns: Columns) -> None:
         """What was computed, up to position `end`, counts from now on."""

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 import structlog
 
 from tokenmill_executor.batch import Advance
-from tokenmill_executor.runner import DeviceLost, StepOutput
+from tokenmill_executor.runner import DeviceLost, SampledLogprobs, StepOutput
 
 log = structlog.get_logger(__name__)
 
 _DETAIL_CHARS = 500
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What the steps of a part have sampled for one sequence, in their order, and why the one after these could not."""
+
+    token_ids: SequenceOf[int]
+    logprobs: SequenceOf[SampledLogprobs] = ()
+    error: str = ""
 
 
 @dataclass(slots=True)
@@ -27,6 +36,16 @@ class Part:
     sample_rows: SequenceOf[int] = ()
     outputs: SequenceOf[StepOutput] = ()
     error: str = ""
+
+    def tokens_by_sample(self) -> list[Sampled]:
+        sampled = [Sampled(token_ids) for token_ids in zip(*(output.token_ids for output in self.outputs), strict=True)]
+        for step in range(len(self.outputs) - 1, -1, -1):
+            for sample, error in self.outputs[step].errors.items():
+                sampled[sample].token_ids, sampled[sample].error = sampled[sample].token_ids[:step], error
+        for output in self.outputs:
+            for sample, logprobs in output.logprobs.items():
+                sampled[sample].logprobs = [*sampled[sample].logprobs, logprobs]
+        return sampled
 
 
 # With the most steps that may be taken.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from tokenmill_executor.block_table import BlockTable
@@ -53,12 +54,16 @@ class Sequence:
         """Most that it samples until it ends."""
         return self._end_len - len(self.token_ids)
 
-    def append(self, token_id: int) -> SequenceFinish:
-        """Takes a sampled token, and says whether the sequence ends with it. A stop token in the last place counts as STOP."""
-        self.token_ids.append(token_id)
-        if token_id in self.sampling.ends:
-            return SequenceFinish.STOP
-        return SequenceFinish.LENGTH if len(self.token_ids) >= self._end_len else SequenceFinish.NONE
+    def take(self, token_ids: SequenceOf[int]) -> tuple[SequenceOf[int], SequenceFinish]:
+        """Takes sampled tokens up to the one that ends it. → those, and how it ends. A stop token in the last place is STOP."""
+        left, ends = self.tokens_left, self.sampling.ends
+        taken = token_ids[:left]
+        finish = SequenceFinish.LENGTH if len(taken) == left else SequenceFinish.NONE
+        if not ends.isdisjoint(taken):
+            finish = SequenceFinish.STOP
+            taken = taken[: 1 + next(place for place, token_id in enumerate(taken) if token_id in ends)]
+        self.token_ids += taken
+        return taken, finish
 
 
 def admission_error(admission: Admission, limits: Limits) -> str | None:
