@@ -17,7 +17,6 @@ from tokenmill_executor.cpu.build import INSTRUCTION_SETS, library_path
 from tokenmill_executor.runner import Batch
 
 BLOCK_SIZE = 16
-PANEL_COLUMNS = 48
 GROUP_SIZE = 64
 INT4_GROUP_SIZE = 32
 MAX_HEAD_DIM = 256
@@ -167,6 +166,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     looked_at = (POINTER(Model), POINTER(BatchRecord), c_int)
     vars(library)["tm_check"] = PYFUNCTYPE(c_char_p, *looked_at)(("tm_check", library))
     vars(library)["tm_workspace_bytes"] = PYFUNCTYPE(c_size_t, *looked_at)(("tm_workspace_bytes", library))
+    library.tm_panel_columns.argtypes = []
+    library.tm_panel_columns.restype = c_int
     library.tm_kv_head_bytes.argtypes = [c_int, c_int]
     library.tm_kv_head_bytes.restype = c_size_t
     library.tm_step.argtypes = [POINTER(Model), POINTER(BatchRecord), c_void_p, c_void_p]

@@ -51,7 +51,7 @@ class CpuModel:
         self._kv_kind = "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
         self._kept: list[torch.Tensor] = []
         self._layers = (library.Layer * config.num_layers)()
-        self._packer = WeightPacker(config, tensors, quantization or "bfloat16", self._kept)
+        self._packer = WeightPacker(config, tensors, quantization or "bfloat16", self._library.tm_panel_columns(), self._kept)
         threads = threads or torch.get_num_threads()
         with _one_torch_thread():
             self._record = self._load(max_model_len, threads)

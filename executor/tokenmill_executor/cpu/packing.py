@@ -1,4 +1,4 @@
-"""Weights in the order that the kernels read them, panels of 48 columns (see csrc/kernels.h), packed once when a model is loaded.
+"""Weights in the order that the kernels read them, panels of columns (see csrc/kernels.h), packed once when a model is loaded.
 
 Must not know: layers' names, files.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill_executor.cpu.library import GROUP_SIZE, INT4_GROUP_SIZE, MATRIX_KINDS, PANEL_COLUMNS, Matrix
+from tokenmill_executor.cpu.library import GROUP_SIZE, INT4_GROUP_SIZE, MATRIX_KINDS, Matrix
 from tokenmill_executor.cpu.memory import HugeArena, padded_bytes
 from tokenmill_executor.model.int4 import Int4Rows, quantize
 from tokenmill_executor.model.tensors import Rows
@@ -34,31 +34,34 @@ class PackedMatrix:
     kept: tuple[torch.Tensor, ...]
 
 
-def packed_bytes(columns: int, depth: int, kind: str) -> int:
+def packed_bytes(columns: int, depth: int, kind: str, panel: int) -> int:
     """What one weight takes of the arena, its scales and bias apart."""
-    return padded_bytes(_packed_shape(columns, depth, kind), _DATA_TYPES[kind])
+    return padded_bytes(_packed_shape(columns, depth, kind, panel), _DATA_TYPES[kind])
 
 
-def pack(weight: Weight, bias: torch.Tensor | None, kind: str, arena: HugeArena) -> PackedMatrix:
-    """A weight of [columns, depth] and a bias of [columns], as `kind`; for int4 the codes that there are, or the nearest ones."""
+def pack(weight: Weight, bias: torch.Tensor | None, kind: str, panel: int, arena: HugeArena) -> PackedMatrix:
+    """A weight of [columns, depth] and a bias of [columns], as `kind`, in panels of the width of an instruction set.
+
+    For int4 the codes that there are, or the nearest ones. Raises ValueError for a depth that cannot be packed.
+    """
     columns, depth = weight.shape
     if depth % _DEPTH_STEP[kind]:
         raise ValueError(f"{kind} weights of depth {depth} cannot be packed")
-    data = arena.take(_packed_shape(columns, depth, kind), _DATA_TYPES[kind])
+    data = arena.take(_packed_shape(columns, depth, kind, panel), _DATA_TYPES[kind])
     # Those beyond the last column stay 0, and so do their scales.
-    scales = _padded(torch.zeros(columns)) if kind == "int8" else None
-    for rows in slices(columns, depth):
-        part, panels = weight[rows], data[rows.start // PANEL_COLUMNS : -(-rows.stop // PANEL_COLUMNS)]
+    scales = _padded(torch.zeros(columns), panel) if kind == "int8" else None
+    for rows in slices(columns, depth, panel):
+        part, panels = weight[rows], data[rows.start // panel : -(-rows.stop // panel)]
         if kind == "int4":
-            _fill_int4(panels, _as_codes(part))
+            _fill_int4(panels, _as_codes(part), panel)
             continue
         assert isinstance(part, torch.Tensor)
         if scales is not None:
             codes, scales[rows] = quantize_rows(part)
             # Plus 128 as unsigned bytes.
             part = codes.view(torch.uint8) ^ 0x80
-        _fill_panels(panels, part)
-    padded_bias = None if bias is None else _padded(bias)
+        _fill_panels(panels, part, panel)
+    padded_bias = None if bias is None else _padded(bias, panel)
     record = Matrix(
         data.data_ptr(),
         0 if scales is None else scales.data_ptr(),
@@ -70,27 +73,27 @@ def pack(weight: Weight, bias: torch.Tensor | None, kind: str, arena: HugeArena)
     return PackedMatrix(record, tuple(x for x in (data, scales, padded_bias) if x is not None))
 
 
-def slices(columns: int, depth: int) -> Iterator[slice]:
+def slices(columns: int, depth: int, panel: int) -> Iterator[slice]:
     """Of whole panels."""
-    step = max(1, _SLICE_BYTES // (4 * depth * PANEL_COLUMNS)) * PANEL_COLUMNS
+    step = max(1, _SLICE_BYTES // (4 * depth * panel)) * panel
     return (slice(start, min(start + step, columns)) for start in range(0, columns, step))
 
 
-def _fill_int4(data: torch.Tensor, rows: Int4Rows) -> None:
+def _fill_int4(data: torch.Tensor, rows: Int4Rows, panel: int) -> None:
     panels, groups, _ = data.shape
-    halves = 2 * PANEL_COLUMNS
+    halves = 2 * panel
     for start, part in ((0, rows.scales), (halves, rows.minima)):
-        by_panel = _whole_panels(part).view(panels, PANEL_COLUMNS, groups).transpose(1, 2).contiguous()
+        by_panel = _whole_panels(part, panel).view(panels, panel, groups).transpose(1, 2).contiguous()
         data[..., start : start + halves] = by_panel.view(torch.uint8)
     # Sixteen depths in the low halves of bytes, the next sixteen in the high ones.
-    codes = _whole_panels(rows.codes).view(panels, PANEL_COLUMNS, groups, 2, INT4_GROUP_SIZE // 8, 4)
+    codes = _whole_panels(rows.codes, panel).view(panels, panel, groups, 2, INT4_GROUP_SIZE // 8, 4)
     packed = codes[:, :, :, 0] | codes[:, :, :, 1] << 4
     data[..., 2 * halves :] = packed.permute(0, 2, 3, 1, 4).reshape(panels, groups, -1)
 
 
-def _whole_panels(rows: torch.Tensor) -> torch.Tensor:
+def _whole_panels(rows: torch.Tensor, panel: int) -> torch.Tensor:
     """With rows of zeros up to a whole number of panels."""
-    missing = -len(rows) % PANEL_COLUMNS
+    missing = -len(rows) % panel
     return torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows.contiguous()
 
 
@@ -149,27 +152,27 @@ def _as_codes(part: Part) -> Int4Rows:
     return part if isinstance(part, Int4Rows) else quantize(part)
 
 
-def _packed_shape(columns: int, depth: int, kind: str) -> tuple[int, ...]:
-    panels = -(-columns // PANEL_COLUMNS)
+def _packed_shape(columns: int, depth: int, kind: str, panel: int) -> tuple[int, ...]:
+    panels = -(-columns // panel)
     if kind == "int4":
-        return (panels, depth // INT4_GROUP_SIZE, PANEL_COLUMNS * (2 * 2 + INT4_GROUP_SIZE // 2))
+        return (panels, depth // INT4_GROUP_SIZE, panel * (2 * 2 + INT4_GROUP_SIZE // 2))
     lane = _PER_LANE[kind]
-    return (panels, depth // lane, PANEL_COLUMNS, lane)
+    return (panels, depth // lane, panel, lane)
 
 
-def _fill_panels(data: torch.Tensor, weight: torch.Tensor) -> None:
+def _fill_panels(data: torch.Tensor, weight: torch.Tensor, panel: int) -> None:
     """Moves whole lanes of 32 bits, several times faster than their parts."""
     lanes = weight.to(data.dtype).contiguous().view(torch.int32)
     panels = data.view(torch.int32)[..., 0]
     columns, steps = lanes.shape
-    whole = columns // PANEL_COLUMNS
-    split = whole * PANEL_COLUMNS
-    panels[:whole].copy_(lanes[:split].view(whole, PANEL_COLUMNS, steps).transpose(1, 2))
+    whole = columns // panel
+    split = whole * panel
+    panels[:whole].copy_(lanes[:split].view(whole, panel, steps).transpose(1, 2))
     if split < columns:
         panels[whole, :, : columns - split].copy_(lanes[split:].T)
 
 
-def _padded(row: torch.Tensor) -> torch.Tensor:
-    padded = torch.zeros(-(-len(row) // PANEL_COLUMNS) * PANEL_COLUMNS)
+def _padded(row: torch.Tensor, panel: int) -> torch.Tensor:
+    padded = torch.zeros(-(-len(row) // panel) * panel)
     padded[: len(row)] = row
     return padded

@@ -19,15 +19,18 @@ _EMBEDDINGS = "model.embed_tokens.weight"
 
 
 class WeightPacker:
-    """The arena is as large as all weights. What must stay alive is appended to `kept`."""
+    """The arena is as large as all weights. `panel` is the width of panels. What must stay alive is appended to `kept`."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kind: str, kept: list[torch.Tensor]) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kind: str, panel: int, kept: list[torch.Tensor]
+    ) -> None:
         self._config = config
         self._tensors = tensors
         self._kind = kind
+        self._panel = panel
         self._head_kind = _head_kind(kind)
         self._kept = kept
-        self._arena = HugeArena(_weight_bytes(config, kind))
+        self._arena = HugeArena(_weight_bytes(config, kind, panel))
 
     def keep(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)
@@ -38,8 +41,9 @@ class WeightPacker:
 
     def embeddings(self) -> int:
         rows = self._rows(_EMBEDDINGS)
-        table = self._arena.take(tuple(rows.shape), torch.bfloat16)
-        for part in slices(*rows.shape):
+        count, width = rows.shape
+        table = self._arena.take((count, width), torch.bfloat16)
+        for part in slices(count, width, self._panel):
             table[part] = rows[part]
         return self.keep(table)
 
@@ -80,7 +84,7 @@ class WeightPacker:
         return self._tensors[f"{name}.bias"] if biased else None
 
     def _pack(self, weight: Weight, bias: torch.Tensor | None, kind: str | None = None) -> library.Matrix:
-        packed: PackedMatrix = pack(weight, bias, kind or self._kind, self._arena)
+        packed: PackedMatrix = pack(weight, bias, kind or self._kind, self._panel, self._arena)
         self._kept.extend(packed.kept)
         return packed.record
 
@@ -90,15 +94,16 @@ def _head_kind(kind: str) -> str:
     return "int8" if kind == "int4" else kind
 
 
-def _weight_bytes(config: ModelConfig, kind: str) -> int:
+def _weight_bytes(config: ModelConfig, kind: str, panel: int) -> int:
     attention = config.num_heads * config.head_dim
     qkv = attention + 2 * config.num_kv_heads * config.head_dim
     layer = (
-        packed_bytes(qkv, config.hidden_size, kind)
-        + packed_bytes(config.hidden_size, attention, kind)
-        + packed_bytes(2 * config.intermediate_size, config.hidden_size, kind)
-        + packed_bytes(config.hidden_size, config.intermediate_size, kind)
+        packed_bytes(qkv, config.hidden_size, kind, panel)
+        + packed_bytes(config.hidden_size, attention, kind, panel)
+        + packed_bytes(2 * config.intermediate_size, config.hidden_size, kind, panel)
+        + packed_bytes(config.hidden_size, config.intermediate_size, kind, panel)
     )
     tied = config.tie_word_embeddings
     embeddings = 0 if tied else padded_bytes((config.vocab_size, config.hidden_size), torch.bfloat16)
-    return embeddings + packed_bytes(config.vocab_size, config.hidden_size, _head_kind(kind)) + config.num_layers * layer
+    head = packed_bytes(config.vocab_size, config.hidden_size, _head_kind(kind), panel)
+    return embeddings + head + config.num_layers * layer

@@ -23,8 +23,9 @@ KINDS = list(TOLERANCE)
 ROUNDING = 4e-3  # of a result in bfloat16
 
 
-def _packed(weight: Weight, bias: torch.Tensor | None, kind: str) -> PackedMatrix:
-    return pack(weight, bias, kind, HugeArena(packed_bytes(weight.shape[0], weight.shape[1], kind)))
+def _packed(weight: Weight, bias: torch.Tensor | None, kind: str, instruction_set: str) -> PackedMatrix:
+    panel = library.load(instruction_set).tm_panel_columns()
+    return pack(weight, bias, kind, panel, HugeArena(packed_bytes(weight.shape[0], weight.shape[1], kind, panel)))
 
 
 def _representable(weight: torch.Tensor, kind: str) -> torch.Tensor:
@@ -52,7 +53,7 @@ def test_product_with_bias_is_near_float32(instruction_set: str, kind: str, colu
     generator = torch.Generator().manual_seed(columns * depth)
     weight = _representable(torch.randn((columns, depth), generator=generator).bfloat16().float(), kind)
     bias = torch.randn(columns, generator=generator)
-    packed = _packed(weight, bias, kind)
+    packed = _packed(weight, bias, kind, instruction_set)
     for count in ROWS:
         rows = torch.randn((count, depth), generator=generator).bfloat16()
         found = torch.full((count, columns), torch.nan)
@@ -66,7 +67,7 @@ def test_product_with_bias_is_near_float32(instruction_set: str, kind: str, colu
 def test_product_is_added_to_the_residual(instruction_set: str, kind: str, columns: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(columns + depth)
     weight = _representable(torch.randn((columns, depth), generator=generator).bfloat16().float(), kind)
-    packed = _packed(weight, None, kind)
+    packed = _packed(weight, None, kind, instruction_set)
     for count in ROWS:
         rows, residual = (
             torch.randn((count, depth), generator=generator).bfloat16(),
@@ -84,7 +85,7 @@ def test_silu_of_gate_times_up(instruction_set: str, kind: str, inner: int) -> N
     generator = torch.Generator().manual_seed(inner)
     depth = 128
     gate, up = (_representable(one.bfloat16().float() / 8, kind) for one in torch.randn((2, inner, depth), generator=generator))
-    packed = _packed(Interleaved(gate, up), None, kind)
+    packed = _packed(Interleaved(gate, up), None, kind, instruction_set)
     for count in ROWS:
         rows = torch.randn((count, depth), generator=generator).bfloat16()
         # One more element than the result: it must stay as it is.
@@ -104,7 +105,7 @@ def test_int8_product_is_exact_on_what_int8_can_say(instruction_set: str) -> Non
     weight[:, 0] = 127
     rows[:, ::64] = -127
     found = torch.empty((9, 70))
-    _multiply(_packed(weight, None, "int8"), rows.bfloat16(), library.STORE_FLOATS, found, instruction_set)
+    _multiply(_packed(weight, None, "int8", instruction_set), rows.bfloat16(), library.STORE_FLOATS, found, instruction_set)
     assert torch.equal(found, rows @ weight.T)
 
 
@@ -118,7 +119,7 @@ def test_int4_product_is_exact_on_what_int4_can_say(instruction_set: str) -> Non
     rows = torch.randint(-127, 128, (9, 192), generator=generator).float()
     rows[:, ::64] = -127
     found = torch.empty((9, 70))
-    packed = pack(weight, None, "int4", HugeArena(packed_bytes(70, 192, "int4")))
+    packed = _packed(weight, None, "int4", instruction_set)
     _multiply(packed, rows.bfloat16(), library.STORE_FLOATS, found, instruction_set)
     assert torch.equal(found, rows @ weight.dequantize().T)
 
@@ -130,22 +131,25 @@ def test_a_row_that_is_not_a_number_gives_none_and_harms_no_other(instruction_se
     weight, rows = torch.ones((60, 64)), torch.ones((10, 64), dtype=torch.bfloat16)
     rows[4, 17] = poison
     found = torch.zeros((10, 60))
-    _multiply(_packed(weight, None, kind), rows, library.STORE_FLOATS, found, instruction_set)
+    _multiply(_packed(weight, None, kind, instruction_set), rows, library.STORE_FLOATS, found, instruction_set)
     assert not torch.isfinite(found[4]).any()
     assert torch.isfinite(found[torch.arange(10) != 4]).all()
 
 
+@pytest.mark.parametrize("instruction_set", runnable_sets)
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_packed_panel_by_panel_are_those_packed_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_packed_panel_by_panel_are_those_packed_at_once(
+    instruction_set: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slices that begin and end within the parts of a matrix, codes beside numbers among them."""
     first, second, third = torch.randn((3, 70, 128), generator=torch.Generator().manual_seed(5))
     beside = quantize(second) if kind == "int4" else second
     for weight in (Joined((first, beside, third)), Interleaved(first, beside)):
-        whole = _packed(weight, None, kind)
+        whole = _packed(weight, None, kind, instruction_set)
         with monkeypatch.context() as patch:
             patch.setattr(packing, "_SLICE_BYTES", 1)
-            sliced = _packed(weight, None, kind)
-        assert len(list(packing.slices(*weight.shape))) == 1
+            sliced = _packed(weight, None, kind, instruction_set)
+        assert len(list(packing.slices(weight.shape[0], weight.shape[1], panel=16))) == 1
         for one, other in zip(whole.kept, sliced.kept, strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -158,13 +162,13 @@ def test_rows_of_zeros_quantize_to_zeros() -> None:
 
 def test_a_depth_that_groups_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="depth 96"):
-        pack(torch.ones((48, 96)), None, "int8", HugeArena(1 << 20))
+        pack(torch.ones((48, 96)), None, "int8", 16, HugeArena(1 << 20))
 
 
 @pytest.mark.parametrize("instruction_set", runnable_sets)
 def test_calls_from_several_threads_with_teams_of_any_size_share_one_pool(instruction_set: str) -> None:
     generator = torch.Generator().manual_seed(5)
-    packed = _packed(torch.randn((310, 128), generator=generator), None, "bfloat16")
+    packed = _packed(torch.randn((310, 128), generator=generator), None, "bfloat16", instruction_set)
     batches = [torch.randn((count, 128), generator=generator).bfloat16() for count in ROWS]
 
     def products(threads: int) -> list[torch.Tensor]:

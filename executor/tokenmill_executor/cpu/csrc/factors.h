@@ -11,9 +11,10 @@
 
 namespace tokenmill {
 
+constexpr int kAccumulators = kRegisters * 3 / 4;  // vectors of sums that a tile keeps in registers
+
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
-constexpr int kAccumulators = 24;  // vectors that a tile keeps in registers
 using Factor = bf16;
 using QuadFactor = int8_t;
 
@@ -72,7 +73,6 @@ TM_INLINE Floats unsigned_value(Ints high, Ints low) { return fma(to_floats(high
 
 #else
 
-constexpr int kAccumulators = 6;
 using Factor = float;
 using QuadFactor = int16_t;  // of a quad the first, the third, the second and the fourth
 

@@ -1,8 +1,8 @@
 // Activations times weight panels, bfloat16, int8 or int4, with the epilogue in registers.
 //
-// A panel of 48 columns is three vectors wide and stays in the L2 cache while row tiles pass over it; with few rows the weights are
-// read once from memory, which is what decoding costs. A tile that is alone fetches a little ahead; of several, each fetches
-// another part of the next panel, so that reading memory and computing overlap.
+// A panel is as many columns as tiles of several rows have registers for, and stays in the cache while row tiles pass over it; with
+// few rows the weights are read once from memory, which is what decoding costs. A tile that is alone fetches a little ahead; of
+// several, each fetches another part of the next panel, so that reading memory and computing overlap.
 #include <algorithm>
 
 #include "kernels.h"
@@ -11,16 +11,16 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kVectors = kPanel / kLanes;
 constexpr int kRowsAtOnce = 128;  // rows that pass over a panel before the next one is read
 constexpr int kAhead = 1024;      // bytes to fetch ahead in a panel that is passed over once
-constexpr int kFetches = 2;       // lines that a tile fetches at each step of depth; with one alone the hardware does the rest
+// Lines that a tile fetches at each step of depth, of as many as a panel has vectors; the hardware does the rest.
+constexpr int kFetches = kVectors > 1 ? 2 : 1;
 
 TM_INLINE void fetch(const void* read, int64_t ahead) {
     TM_EACH(i, kFetches) prefetch_l2((const char*)read + ahead + i * kLine);
 }
 
-// Writes the first `columns` of a row's 48 results that begin at column `first`.
+// Writes the first `columns` of a row's results of a panel, which begin at column `first`.
 TM_INLINE void store_floats(float* to, const Floats (&x)[kVectors], int columns, bool add_to) {
     if (columns == kPanel) {
         TM_EACH(c, kVectors) store(to + c * kLanes, add_to ? add(load(to + c * kLanes), x[c]) : x[c]);
@@ -32,12 +32,16 @@ TM_INLINE void store_floats(float* to, const Floats (&x)[kVectors], int columns,
 }
 
 TM_INLINE void store_silu_mul(bf16* to, const Floats (&x)[kVectors], int columns) {
-    bf16 all[2 * kLanes];
+    bf16 all[(kVectors + 1) / 2 * kLanes];
     bf16* const whole = columns == kPanel ? to : all;
-    store_bf16(whole, mul(silu(evens(x[0], x[1])), odds(x[0], x[1])));
+    TM_EACH(pair, kVectors / 2) {
+        const Floats &a = x[2 * pair], &b = x[2 * pair + 1];
+        store_bf16(whole + pair * kLanes, mul(silu(evens(a, b)), odds(a, b)));
+    }
+    const Floats& single = x[kVectors - 1];
     bf16 last[kLanes];
-    store_bf16(last, mul(silu(evens(x[2], x[2])), odds(x[2], x[2])));
-    std::memcpy(whole + kLanes, last, kLanes / 2 * sizeof(bf16));
+    store_bf16(last, mul(silu(evens(single, single)), odds(single, single)));
+    std::memcpy(whole + kVectors / 2 * kLanes, last, kLanes / 2 * sizeof(bf16));
     if (whole == all) std::memcpy(to, all, columns / 2 * sizeof(bf16));
 }
 
@@ -64,11 +68,7 @@ TM_INLINE void finish_row(const Matrix& w, const Output& out, int row, int panel
         store_floats(out.floats + row * out.stride + first, x, columns, out.store == Store::kAdd);
 }
 
-// Vectors of a panel that a tile of so many rows takes at once.
-constexpr int strip_vectors(int rows) { return rows * kVectors <= kAccumulators ? kVectors : 1; }
-
-// What the kinds of panels share: a tile's rows times the panel, a strip of columns after the other. A kind's `strip` fills in R rows
-// of C vectors of results from vector `first`.
+// What the kinds of panels share. A kind's `multiply` fills in R rows of results.
 template <typename Kind>
 struct Panel {
     const Matrix& w;
@@ -81,36 +81,30 @@ struct Panel {
     template <int R>
     void run(int row) {
         prefetch_outputs(out, R, row, panel);
-        constexpr int C = strip_vectors(R);
         Floats found[R][kVectors];
-        for (int first = 0; first < kVectors; first += C) {
-            Floats strip[R][C];
-            clear(strip);
-            Kind::template strip<R, C>(*this, row, first, strip);
-            TM_EACH(r, R)
-                TM_EACH(c, C) found[r][first + c] = strip[r][c];
-        }
+        clear(found);
+        Kind::multiply(*this, row, found);
         if (!gate.pass()) return;
         TM_EACH(r, R) finish_row(w, out, row + r, panel, found[r]);
     }
 };
 
-template <int C, typename T>
-TM_INLINE void load_columns(const T* from, Ints (&columns)[C]) {
-    TM_EACH(c, C) columns[c] = load_ints(from + c * kLanes);
+template <typename T>
+TM_INLINE void load_columns(const T* from, Ints (&columns)[kVectors]) {
+    TM_EACH(c, kVectors) columns[c] = load_ints(from + c * kLanes);
 }
 
 struct Bf16 {
-    static constexpr int kMaxRows = 8 * 3 <= kAccumulators ? 8 : 6;
+    static constexpr int kMaxRows = kVectors > 1 ? 8 : 6;
     static int64_t bytes(const Matrix& w) { return int64_t(w.depth) * kPanel * sizeof(bf16); }
 
-    template <int R, int C>
-    TM_INLINE void strip(const Panel<Bf16>& p, int row, int first, Floats (&sums)[R][C]) {
+    template <int R>
+    TM_INLINE void multiply(const Panel<Bf16>& p, int row, Floats (&sums)[R][kVectors]) {
         const int depth = p.w.depth;
         const Factor* a = factors_of(p.in) + int64_t(row) * depth;
-        const Pair* b = (const Pair*)p.w.data + int64_t(p.panel) * (depth / 2) * kPanel + first * kLanes;
+        const Pair* b = (const Pair*)p.w.data + int64_t(p.panel) * (depth / 2) * kPanel;
         for (int k = 0; k < depth; k += 2, b += kPanel) {
-            Ints columns[C];
+            Ints columns[kVectors];
             load_columns(b, columns);
             fetch(b, p.ahead);
             pair_step(sums, a + k, depth, columns);
@@ -126,33 +120,33 @@ struct Int8 {
     static constexpr int kMaxRows = 5;
     static int64_t bytes(const Matrix& w) { return int64_t(w.depth) * kPanel; }
 
-    template <int R, int C>
-    TM_INLINE void strip(const Panel<Int8>& p, int row, int first, Floats (&t)[R][C]) {
+    template <int R>
+    TM_INLINE void multiply(const Panel<Int8>& p, int row, Floats (&t)[R][kVectors]) {
         const int depth = p.w.depth, groups = depth / kGroup;
         const QuadFactor* a = (const QuadFactor*)p.in.factors + int64_t(row) * depth;
-        const Quad* b = (const Quad*)p.w.data + int64_t(p.panel) * (depth / 4) * kPanel + first * kLanes;
+        const Quad* b = (const Quad*)p.w.data + int64_t(p.panel) * (depth / 4) * kPanel;
         const float* scales = p.in.scales + int64_t(row) * groups;
         const int32_t* halves = p.in.sums + int64_t(row) * groups * 2;
         for (int g = 0; g < groups; g++, a += kGroup, b += kGroup / 4 * kPanel) {
-            Ints sums[R][C];
+            Ints sums[R][kVectors];
             TM_EACH(r, R) {
                 const int32_t* const half = halves + 2 * (r * groups + g);
-                TM_EACH(c, C) sums[r][c] = splat_int(uint32_t(-128 * (half[0] + half[1])));
+                TM_EACH(c, kVectors) sums[r][c] = splat_int(uint32_t(-128 * (half[0] + half[1])));
             }
             _Pragma("GCC unroll 2") for (int k = 0; k < kGroup / 4; k++) {
-                Ints columns[C];
+                Ints columns[kVectors];
                 load_columns(b + k * kPanel, columns);
                 fetch(b + k * kPanel, p.ahead);
                 quad_step_unsigned(sums, a + 4 * k, depth, columns);
             }
             TM_EACH(r, R) {
                 const Floats scale = splat(scales[r * groups + g]);
-                TM_EACH(c, C) t[r][c] = fma(to_floats(sums[r][c]), scale, t[r][c]);
+                TM_EACH(c, kVectors) t[r][c] = fma(to_floats(sums[r][c]), scale, t[r][c]);
             }
         }
-        const float* const columns = p.w.scales + p.panel * kPanel + first * kLanes;
+        const float* const columns = p.w.scales + p.panel * kPanel;
         TM_EACH(r, R)
-            TM_EACH(c, C) t[r][c] = mul(t[r][c], load(columns + c * kLanes));
+            TM_EACH(c, kVectors) t[r][c] = mul(t[r][c], load(columns + c * kLanes));
     }
 };
 
@@ -160,23 +154,23 @@ struct Int4 {
     static constexpr int kMaxRows = 4;
     static int64_t bytes(const Matrix& w) { return w.depth / kInt4Group * int64_t(sizeof(Int4Group)); }
 
-    template <int R, int C>
-    TM_INLINE void strip(const Panel<Int4>& p, int row, int first, Floats (&t)[R][C]) {
-        const int quads = p.w.depth / 4, groups = p.w.depth / kInt4Group, column = first * kLanes;
+    template <int R>
+    TM_INLINE void multiply(const Panel<Int4>& p, int row, Floats (&t)[R][kVectors]) {
+        const int quads = p.w.depth / 4, groups = p.w.depth / kInt4Group;
         const Quad* a = (const Quad*)p.in.factors + int64_t(row) * quads;
         const Int4Group* group = (const Int4Group*)p.w.data + int64_t(p.panel) * groups;
         const float* scales = p.in.scales + int64_t(row) * (groups / 2);
         const int32_t* halves = p.in.sums + int64_t(row) * groups;
         for (int g = 0; g < groups; g++, a += kInt4Group / 4, group++) {
-            Ints sums[R][C];
+            Ints sums[R][kVectors];
             fill(sums, 0);
             TM_EACH(k, 4) {
-                Ints codes[C];
-                load_columns(group->codes[k] + column, codes);
+                Ints codes[kVectors];
+                load_columns(group->codes[k], codes);
                 fetch(group->codes[k], p.ahead);
                 TM_EACH(r, R) {
                     const Ints shallow = splat_int(a[r * quads + k]), deep = splat_int(a[r * quads + k + 4]);
-                    TM_EACH(c, C) {
+                    TM_EACH(c, kVectors) {
                         sums[r][c] = add_nibbles(sums[r][c], low_nibbles(codes[c]), shallow);
                         sums[r][c] = add_nibbles(sums[r][c], high_nibbles(codes[c]), deep);
                     }
@@ -185,8 +179,8 @@ struct Int4 {
             TM_EACH(r, R) {
                 const float scale = scales[r * (groups / 2) + g / 2];
                 const Floats factor = splat(scale), total = splat(scale * float(halves[r * groups + g]));
-                TM_EACH(c, C) {
-                    const int at = column + c * kLanes;
+                TM_EACH(c, kVectors) {
+                    const int at = c * kLanes;
                     t[r][c] = fma(load_half_precision(group->minima + at), total, t[r][c]);
                     t[r][c] = fma(mul(load_half_precision(group->scales + at), factor), to_floats(sum_nibbles(sums[r][c])), t[r][c]);
                 }

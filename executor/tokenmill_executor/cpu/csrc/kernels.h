@@ -15,7 +15,8 @@
 namespace tokenmill {
 
 constexpr int kBlock = 16;        // positions in a KV block: as many as lanes
-constexpr int kPanel = 48;        // columns of a weight panel
+constexpr int kVectors = kRegisters < 32 ? 1 : 3;  // of 16 columns, in a weight panel: what tiles of several rows have registers for
+constexpr int kPanel = kVectors * kLanes;
 constexpr int kGroup = 64;        // activations that share a scale when they are int8
 constexpr int kInt4Group = 32;    // weights of a column that share a scale and a minimum when they are int4
 constexpr int kMaxHeadDim = 256;  // of stack buffers
@@ -25,8 +26,8 @@ constexpr int kLine = 64;  // bytes of a cache line
 enum MatrixKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
 enum KvKind : int32_t { kKvBf16 = 0, kKvInt8 = 1 };
 
-// A weight [columns, depth] in panels of 48 columns, zeros beyond the last: bf16 [panel][depth / 2][48][2], or int8 + 128 as
-// unsigned bytes [panel][depth / 4][48][4]. `scales` (int8) and `bias` (or null) have one float a column, padded to whole panels.
+// A weight [columns, depth] in panels of N = kPanel columns, zeros beyond the last: bf16 [panel][depth / 2][N][2], or int8 + 128 as
+// unsigned bytes [panel][depth / 4][N][4]. `scales` (int8) and `bias` (or null) have one float a column, padded to whole panels.
 // int4 is [panel][depth / 32] of Int4Group, a weight being its column's scale * code + minimum.
 struct Matrix {
     const void* data;

@@ -168,6 +168,9 @@ const char* tm_check(const tokenmill::Model* m, const tokenmill::Batch* b, int a
 
 size_t tm_workspace_bytes(const tokenmill::Model* m, const tokenmill::Batch* b, int ahead) { return tokenmill::step_bytes(*m, *b, ahead); }
 
+// Columns of a weight panel: Python packs it.
+int tm_panel_columns() { return tokenmill::kPanel; }
+
 size_t tm_kv_head_bytes(int kv_kind, int head_dim) { return tokenmill::kv_head_bytes(kv_kind, head_dim); }
 
 // A batch that tm_check passes; `workspace` as large as tm_workspace_bytes says; logits [samples, vocab].

@@ -37,6 +37,8 @@ TM_INLINE float largest_bf16(__m256i magnitudes) {
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
+constexpr int kRegisters = 32;  // of 16 lanes of 32 bits
+
 using Floats = __m512;
 using Ints = __m512i;
 
@@ -173,6 +175,8 @@ TM_INLINE Floats exp2(Floats x) {
 }
 
 #else
+
+constexpr int kRegisters = 8;  // pairs of them
 
 struct Floats {
     __m256 low, high;
