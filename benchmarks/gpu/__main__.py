@@ -43,7 +43,9 @@ def main() -> int:
     from benchmarks.gpu import correctness
     from benchmarks.gpu.shapes import FULL, SMOKE
 
-    device = torch.device(arguments.device)
+    device = numbered(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     scale = SMOKE if arguments.tiny else FULL
     report = begin(arguments, device)
     report.part("attention", lambda: correctness.attention(scale, device))
@@ -54,9 +56,9 @@ def main() -> int:
         report.part("checkpoint", lambda: correctness.checkpoint(arguments.model, scale, device))
     speed(report, scale, device)
     gc.collect()  # the model
-    if device.type == "cuda" and not arguments.tiny:
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        report.part("transformers", lambda: peer(min(_PART_S - 10.0, report.left_s())), required=False)
+    report.part("transformers", lambda: peer(scale, device, min(_PART_S - 10.0, report.left_s())), required=False)
     print(f"written to {report.path}.md and .json")
     return 1 if report.failed or any(table.wrong for table in report.tables) else 0
 
@@ -74,6 +76,14 @@ def parse() -> argparse.Namespace:
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("--device cpu is for --tiny alone: the kernels are interpreted there")
     return arguments
+
+
+def numbered(name: str) -> torch.device:
+    """As in service: where a capture fails torch's allocator has to be told what device it was on, by number."""
+    import torch
+
+    device = torch.device(name)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def begin(arguments: argparse.Namespace, device: torch.device) -> Report:
@@ -131,16 +141,17 @@ def speed(report: Report, scale: Scale, device: torch.device) -> None:
     report.part("profile of prefill", lambda: profiles.prefill(scale, executor()))
 
 
-def peer(timeout_s: float) -> Table:
+def peer(scale: Scale, device: torch.device, timeout_s: float) -> Table:
     from benchmarks.gpu.shapes import FULL
     from benchmarks.gpu.table import Table
 
-    command = [sys.executable, "-m", "benchmarks.gpu.peer"]
+    command = [sys.executable, "-m", "benchmarks.gpu.peer", str(device), *(() if scale is FULL else ("--tiny",))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-500:])
-    title = f"The same {FULL.requests} requests in transformers' continuous batching"
-    return Table(title, ("what", "output tokens/s"), [("transformers", float(done.stdout.split()[-1]))])
+    version, rate = done.stdout.split()[-2:]
+    title = f"The same {scale.requests} requests in transformers' continuous batching"
+    return Table(title, ("what", "output tokens/s"), [(f"transformers {version}", float(rate))])
 
 
 if __name__ == "__main__":

@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
+from benchmarks.gpu.__main__ import numbered
 from benchmarks.gpu.once import Once
+from benchmarks.gpu.peer import rounds
 from benchmarks.gpu.report import Report
+from benchmarks.gpu.shapes import FULL, SMOKE, Scale
 from benchmarks.gpu.table import Table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_the_one_command_runs_end_to_end_and_keeps_its_tables(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
     command = [str(ROOT / "benchmarks/gpu/run.sh"), "--device", "cpu", "--tiny"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     (results,) = tmp_path.glob("*.json")
     report = json.loads(results.read_text())
@@ -33,10 +37,27 @@ def test_the_one_command_runs_end_to_end_and_keeps_its_tables(tmp_path: Path) ->
     assert titles[:2] == ["Attention against the reference", "A small random model against the CPU"]
     assert titles[2:5] == ["Drawn tokens against torch's", "Several steps in one plan are single steps", "The device"]
     assert titles[5:9] == ["Start", "Decode", "Prefill of 40 tokens", "2 requests at once"]
-    assert titles[-3:] == ["Quantised caches", "Kernels of a decode step of 2", "Kernels of a prefill of 40"]
+    assert titles[-4:-1] == ["Quantised caches", "Kernels of a decode step of 2", "Kernels of a prefill of 40"]
+    assert titles[-1] == "The same 2 requests in transformers' continuous batching"
     assert not any(table["wrong"] for table in report["tables"])
     text = results.with_suffix(".md").read_text()
     assert all(table["title"] in text for table in report["tables"])
+
+
+@pytest.mark.parametrize("scale", [FULL, SMOKE], ids=["full", "smoke"])
+def test_no_prompt_begins_as_one_that_the_other_server_has_been_warmed_up_with(scale: Scale) -> None:
+    """transformers finds blocks of such in its prefix cache, from one call to the next; the engine that it is beside has none."""
+    warm_up, measured = rounds(scale)
+    assert len(warm_up) == len(measured) == scale.requests
+    assert len({prompt[0] for prompt in (*warm_up, *measured)}) == 2 * scale.requests
+
+
+def test_a_device_has_its_number_also_where_none_is_given() -> None:
+    assert [numbered(name) for name in ("cpu", "cuda", "cuda:1")] == [
+        torch.device("cpu"),
+        torch.device("cuda", 0),
+        torch.device("cuda", 1),
+    ]
 
 
 def _part(name: str) -> Table:
