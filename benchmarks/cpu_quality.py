@@ -6,7 +6,8 @@ The text is the start of chapters of Python's language reference, which ships wi
 sequence of its own over the shared blocks of its passage, so that every position has logits. KL is the mean over positions of the
 divergence from float32's distribution, in nats; the logit error is the norm of the differences over that of float32's logits, each
 row less its mean, which no probability depends on; agreement is how often the likeliest token is float32's. Each type of the KV
-cache runs with float32 weights on the torch path, so that it alone makes the difference. Writes its table to benchmarks/results/.
+cache runs with float32 weights on the torch path, so that it alone makes the difference; so do the products of quantised weights as
+on CUDA, which are the same on any device but for rounding. Writes its table to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tokenmill_executor.cpu.library import BLOCK_SIZE
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.model.decoder import Decoder
 from tokenmill_executor.model.port import Model
+from tokenmill_executor.model.quantized_linear import QUANTIZED_LINEARS
 from tokenmill_executor.model.tokenizer_files import TOKENIZER, tokenizer_files
 from tokenmill_executor.model.weights import Checkpoint, load_checkpoint
 
@@ -90,6 +92,7 @@ def _scores(checkpoint: Checkpoint, passages: list[list[int]], length: int) -> d
     makers: dict[str, Callable[[], Model]] = {
         "float32": exact_way,
         **{f"float32, KV {name}": partial(exact_way, kv_cache_dtype=name) for name in CACHES},
+        **{f"float32, products as on CUDA in {name}": partial(exact_way, linear=made) for name, made in QUANTIZED_LINEARS.items()},
         **{name: partial(CpuModel, config, tensors, max_model_len=length, **settings) for name, settings in WAYS.items()},
     }
     exact: list[torch.Tensor] = []

@@ -135,6 +135,7 @@ def speed(report: Report, scale: Scale, device: torch.device) -> None:
     report.part("caches", lambda: kernels.caches(scale, dtype, device, bounds()))
     report.part("tilings", lambda: kernels.tilings(scale, dtype, device, bounds()))
     report.part("quantised caches", lambda: correctness.quantised_caches(scale, device))
+    report.part("quantised weights", lambda: correctness.quantised_weights(scale, device))
     # Last, for on some virtual machines a profiler fails in ways that end the process.
     for batch in scale.profiled_batches:
         report.part(f"profile of {batch}", lambda batch=batch: profiles.decode(scale, executor(), batch))  # type: ignore[misc]

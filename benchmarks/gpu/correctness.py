@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from tokenmill_executor.attention.backend import AttentionBackend, AttentionBatch, CacheShape
@@ -13,13 +14,15 @@ from tokenmill_executor.engine import Engine
 from tokenmill_executor.model.config import ModelConfig
 from tokenmill_executor.model.cuda import cuda_draws
 from tokenmill_executor.model.decoder import Decoder
+from tokenmill_executor.model.linear import Linear
 from tokenmill_executor.model.port import DecodeModel, Model
+from tokenmill_executor.model.quantized_linear import QUANTIZED_LINEARS
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.records import Admission, Plan
 from tokenmill_executor.runner import SamplingInput, SamplingParams
 from tokenmill_executor.sampling import TorchDraws
 
-from benchmarks.gpu.shapes import DRAWN, RandomTensors, Scale, graphed_decoder, make_runner
+from benchmarks.gpu.shapes import DRAWN, RandomTensors, Scale, graphed_decoder, make_capture, make_runner
 from benchmarks.gpu.table import Table
 from tests.fakes.batches import Blocks, Track
 
@@ -31,6 +34,9 @@ HEADS = ((32, 8, 128, (None, 100)), (9, 3, 64, (None,)), (8, 1, 80, (33,)))
 ATTENTION_BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 # A number in a few thousands may get the code beside the reference's.
 CACHE_BOUNDS = {"auto": 0.0, "int8": 5e-3, "int4": 5e-2, "fp8": 3e-2}
+# Of the norm: e4m3 has three bits behind the first, int8 seven in all, over the largest of a row.
+WEIGHT_BOUNDS = {"fp8": 0.06, "int8": 0.025}
+_PRODUCT_ROWS = (1, 16, 40, 256)
 # Of sequences that decode together.
 _SAMPLED = (
     SamplingParams(1 << 16, seed=1, temperature=0.0, ignore_eos=True),
@@ -105,6 +111,29 @@ def _attention_errors(
                 error = (backend.attend(layer, query).float().cpu() - expected).abs().max()
                 errors[name] = max(errors[name], float(error))
     return errors
+
+
+@torch.inference_mode()
+def quantised_weights(scale: Scale, device: torch.device) -> Table:
+    """Products as `--quantization` has them, from graphs, beside float32's."""
+    table = Table("Products of quantised weights", ("weights", "rows", "error", "bound", "right"))
+    size, generator = scale.config.hidden_size, torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(count, size, generator=generator).bfloat16() for count in (size, max(_PRODUCT_ROWS)))
+    expected = rows.float() @ weight.float().T
+    for name, make in QUANTIZED_LINEARS.items():
+        linear, bound = make(weight.to(device), None), WEIGHT_BOUNDS[name]
+        for count in _PRODUCT_ROWS:
+            given = rows[:count].to(device)
+            found = torch.empty((count, size), dtype=given.dtype, device=device)
+            make_capture(device)(partial(_store_product, linear, given, found))()
+            error = float((found.float().cpu() - expected[:count]).norm() / expected[:count].norm())
+            table.wrong |= not error <= bound
+            table.rows.append((name, count, error, bound, error <= bound))
+    return table
+
+
+def _store_product(linear: Linear, rows: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(linear(rows))
 
 
 def small_model(scale: Scale, device: torch.device) -> Table:

@@ -186,7 +186,7 @@ def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def _capture(device: torch.device) -> Capture:
+def make_capture(device: torch.device) -> Capture:
     return cuda_capture(device) if device.type == "cuda" else run_eagerly
 
 
@@ -197,7 +197,7 @@ def graphed_decoder(
     processors = None if device.type == "cuda" else 4
     attention = TritonAttention(CacheShape.of(config, dtype, device), processors)
     decoder = Decoder(config, tensors, dtype, device, config.max_model_len, lambda _: attention, TritonOps())
-    return GraphedDecoder(decoder, attention, partial(_capture, device), max_num_seqs, config.max_model_len)
+    return GraphedDecoder(decoder, attention, partial(make_capture, device), max_num_seqs, config.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
