@@ -19,6 +19,7 @@ from tokenmill_executor.model.linear import make_linear
 from tokenmill_executor.model.memory import cpu_cache_bytes, cuda_cache_bytes, largest_batch
 from tokenmill_executor.model.port import DecodeModel, Decodes, Model
 from tokenmill_executor.model.quantized_linear import QUANTIZED_LINEARS
+from tokenmill_executor.model.room import telling_whether_weights_fit
 from tokenmill_executor.model.runner import TorchRunner
 from tokenmill_executor.model.threads import leave_one_thread, use_threads
 from tokenmill_executor.model.tokenizer_files import tokenizer_files
@@ -93,18 +94,19 @@ def _model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max
             leave_one_thread()
             return kernels
     if device.type == "cuda":
-        return cuda_model(
-            checkpoint.config,
-            checkpoint.tensors,
-            dtype,
-            device,
-            max_model_len,
-            settings.max_num_seqs,
-            settings.kv_cache_dtype,
-            settings.attention_backend,
-            QUANTIZED_LINEARS.get(settings.quantization or "", make_linear),
-            settings.enforce_eager,
-        )
+        with telling_whether_weights_fit(checkpoint, dtype, settings.quantization, device):
+            return cuda_model(
+                checkpoint.config,
+                checkpoint.tensors,
+                dtype,
+                device,
+                max_model_len,
+                settings.max_num_seqs,
+                settings.kv_cache_dtype,
+                settings.attention_backend,
+                QUANTIZED_LINEARS.get(settings.quantization or "", make_linear),
+                settings.enforce_eager,
+            )
     kv_cache_dtype = settings.kv_cache_dtype
     return Decoder(checkpoint.config, checkpoint.tensors, dtype, device, max_model_len, kv_cache_dtype=kv_cache_dtype)
 

@@ -8,7 +8,6 @@ Must not know: devices, data types to compute in, how anything is computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class Checkpoint:
 
     name: str
     config: ModelConfig
-    tensors: Mapping[str, torch.Tensor]
+    tensors: LazyTensors
     source: Path | GgufFile
 
 
