@@ -122,8 +122,8 @@ def _table(checkpoint: Checkpoint, scores: dict[str, Score]) -> str:
             f"# Quality on the CPU, {today()}",
             "",
             f"`python -m benchmarks.cpu_quality`, {checkpoint.name}, {positions} positions of English, Python "
-            f"{platform.python_version()}, torch {torch.__version__}. Read perplexities that differ by less than 1 % as equal. What "
-            "float32 computes with is what the file says: of one whose weights have 4 bits, int4 takes them as they are.",
+            f"{platform.python_version()}, torch {torch.__version__}. Read perplexities that differ by less than 1 % as equal. "
+            "What float32 computes with is what the file says: of one whose weights have 4 bits, int4 takes them as they are.",
             "",
             "| | perplexity | KL from float32 | logit error | greedy agreement |",
             "|---|---|---|---|---|",

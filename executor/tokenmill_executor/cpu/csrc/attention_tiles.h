@@ -155,7 +155,7 @@ struct Int8Cache {
                 k[c] = load_ints((const Quad*)t.k[first + c] + d * kBlock);
                 prefetch_l2((const Quad*)t.v[first + c] + d * kBlock);
             }
-            quad_step_unsigned(tile, a + 4 * d, head_dim, k);
+            quad_step<kUnsigned>(tile, a + 4 * d, head_dim, k);
         }
         TM_EACH(c, C) {
             const Floats k_scales = load(t.k_scales[first + c]);
@@ -201,7 +201,7 @@ struct Int8Cache {
                     x[c] = load_ints(v + c * kLanes);
                     prefetch_l2(next + c * kLanes);
                 }
-                quad_step_signed(tile, a + 4 * i, kTileKeys, x);
+                quad_step<kSigned>(tile, a + 4 * i, kTileKeys, x);
             }
         }
         float* const out = s.out + row * head_dim + dim;

@@ -12,6 +12,7 @@
 namespace tokenmill {
 
 constexpr int kAccumulators = kRegisters * 3 / 4;  // vectors of sums that a tile keeps in registers
+enum Bytes { kSigned, kUnsigned };
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
@@ -32,19 +33,13 @@ TM_INLINE void pair_step(Floats (&sums)[R][C], const Factor* a, int64_t stride, 
     }
 }
 
-// The same of four bytes a lane, of which one side is unsigned.
-template <int R, int C>
-TM_INLINE void quad_step_unsigned(Ints (&sums)[R][C], const QuadFactor* a, int64_t stride, const Ints (&b)[C]) {
+// The same of four bytes a lane. Where those of `b` are signed, those at `a` are not.
+template <Bytes kind, int R, int C>
+TM_INLINE void quad_step(Ints (&sums)[R][C], const QuadFactor* a, int64_t stride, const Ints (&b)[C]) {
     TM_EACH(r, R) {
         const Ints broadcast = splat_int(*(const Quad*)(a + r * stride));
-        TM_EACH(c, C) sums[r][c] = dot_quads(sums[r][c], b[c], broadcast);
-    }
-}
-template <int R, int C>
-TM_INLINE void quad_step_signed(Ints (&sums)[R][C], const QuadFactor* a, int64_t stride, const Ints (&b)[C]) {
-    TM_EACH(r, R) {
-        const Ints broadcast = splat_int(*(const Quad*)(a + r * stride));
-        TM_EACH(c, C) sums[r][c] = dot_quads(sums[r][c], broadcast, b[c]);
+        TM_EACH(c, C)
+            sums[r][c] = kind == kSigned ? dot_quads(sums[r][c], broadcast, b[c]) : dot_quads(sums[r][c], b[c], broadcast);
     }
 }
 
@@ -131,20 +126,12 @@ TM_INLINE void half_step(Ints (&sums)[R][C], const QuadFactor* a, int64_t stride
         TM_EACH(c, C) sums[r][c] = add_products(sums[r][c], columns[c], broadcast);
     }
 }
-template <int R, int C>
-TM_INLINE void quad_step_unsigned(Ints (&sums)[R][C], const QuadFactor* a, int64_t stride, const Ints (&b)[C]) {
+template <Bytes kind, int R, int C>
+TM_INLINE void quad_step(Ints (&sums)[R][C], const QuadFactor* a, int64_t stride, const Ints (&b)[C]) {
     Ints columns[C];
-    TM_EACH(c, C) columns[c] = even_bytes(b[c]);
+    TM_EACH(c, C) columns[c] = kind == kSigned ? even_signed_bytes(b[c]) : even_bytes(b[c]);
     half_step(sums, a, stride, columns);
-    TM_EACH(c, C) columns[c] = odd_bytes(b[c]);
-    half_step(sums, a + 2, stride, columns);
-}
-template <int R, int C>
-TM_INLINE void quad_step_signed(Ints (&sums)[R][C], const QuadFactor* a, int64_t stride, const Ints (&b)[C]) {
-    Ints columns[C];
-    TM_EACH(c, C) columns[c] = even_signed_bytes(b[c]);
-    half_step(sums, a, stride, columns);
-    TM_EACH(c, C) columns[c] = odd_signed_bytes(b[c]);
+    TM_EACH(c, C) columns[c] = kind == kSigned ? odd_signed_bytes(b[c]) : odd_bytes(b[c]);
     half_step(sums, a + 2, stride, columns);
 }
 

@@ -137,7 +137,7 @@ struct Int8 {
                 Ints columns[kVectors];
                 load_columns(b + k * kPanel, columns);
                 fetch(b + k * kPanel, p.ahead);
-                quad_step_unsigned(sums, a + 4 * k, depth, columns);
+                quad_step<kUnsigned>(sums, a + 4 * k, depth, columns);
             }
             TM_EACH(r, R) {
                 const Floats scale = splat(scales[r * groups + g]);
