@@ -14,6 +14,8 @@ from tests.fakes.postgres import PostgresServer, postgres_server
 # What a script starts with `&` ignores Ctrl-C, and so would all that it starts: tests send it to the processes they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Torch's threads wait for each other by spinning: on few cores that costs the small models here five times their own work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton decides on import whether its kernels are compiled for a GPU or interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
