@@ -8,7 +8,7 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tokenmill_executor.cpu.library import best_instruction_set, processor_flags
+from tokenmill_executor.cpu.library import best_instruction_set, first_processor, processor_flags
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -28,10 +28,9 @@ def commit() -> str:
 
 def processor() -> str:
     """Its name, and the instruction set that the CPU kernels have of it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    instruction_set = best_instruction_set(processor_flags())
-    return ", ".join([names[0] if names else platform.machine(), *([instruction_set.upper()] if instruction_set else [])])
+    first = first_processor()
+    name, instruction_set = first.get("model name", platform.machine()), best_instruction_set(processor_flags(first))
+    return name if instruction_set is None else f"{name}, {instruction_set.upper()}"
 
 
 def table_path(name: str) -> Path:

@@ -6,7 +6,7 @@ Must not know: torch, models, files.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import POINTER, PYFUNCTYPE, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -145,13 +145,18 @@ SAMPLE_ROW = np.dtype(
 )
 
 
-def processor_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """What the first processor can do, in Linux' words; empty where that cannot be read."""
+def first_processor(cpuinfo: str = "/proc/cpuinfo") -> dict[str, str]:
+    """What Linux tells of it, by Linux' names; empty where that cannot be read."""
     try:
-        lines = Path(cpuinfo).read_text(encoding="utf-8").splitlines()
+        told = Path(cpuinfo).read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
-        return frozenset()
-    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in told.splitlines())}
+
+
+def processor_flags(processor: Mapping[str, str] | None = None) -> frozenset[str]:
+    """What it can do, in Linux' words; without one, the first."""
+    return frozenset((first_processor() if processor is None else processor).get("flags", "").split())
 
 
 def best_instruction_set(flags: frozenset[str]) -> str | None:

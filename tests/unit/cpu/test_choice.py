@@ -13,7 +13,7 @@ from tokenmill_executor.cpu import choice as choice_module
 from tokenmill_executor.cpu import support
 from tokenmill_executor.cpu.build import INSTRUCTION_SETS, BuildFailed, build
 from tokenmill_executor.cpu.choice import CpuChoice, choose_kernels
-from tokenmill_executor.cpu.library import REQUIRED_FLAGS, best_instruction_set, processor_flags
+from tokenmill_executor.cpu.library import REQUIRED_FLAGS, best_instruction_set, first_processor, processor_flags
 from tokenmill_executor.cpu.memory import HugeArena
 from tokenmill_executor.cpu.model import CpuModel
 from tokenmill_executor.cpu.support import supports
@@ -80,8 +80,16 @@ def test_the_best_instruction_set_of_a_processor() -> None:
     assert set(REQUIRED_FLAGS) == set(INSTRUCTION_SETS)
 
 
+def test_what_linux_tells_of_the_first_processor(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("model name\t: Fast\nflags\t\t: fma avx2\npower management:\n\nmodel name\t: Slow\nflags\t\t: f16c\n\n")
+    first = first_processor(str(cpuinfo))
+    assert first["model name"] == "Fast"
+    assert processor_flags(first) == {"fma", "avx2"}
+
+
 def test_a_machine_without_cpuinfo_has_no_flags() -> None:
-    assert processor_flags("/no/such/file") == frozenset()
+    assert processor_flags(first_processor("/no/such/file")) == frozenset()
 
 
 def test_no_compiler_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
